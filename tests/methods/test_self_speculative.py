@@ -107,13 +107,13 @@ def test_copies_in_fewer_bits_have_a_limit_together_and_are_made_once(monkeypatc
     model = ModelRunner(raw, "native")
     before, int4 = model.in_fewer_bits("int4"), SelfSpeculative(draft_quantize="int4")
     size = before.engine._weights.bytes  # type: ignore[attr-defined]
-    monkeypatch.setattr(choice, "device_memory_bytes", lambda _: int(1.2 * size / choice.WEIGHT_COPIES_SHARE))
+    monkeypatch.setattr(choice, "available_memory_bytes", lambda: int(1.2 * size / choice.COPIES_SHARE))
     for _ in range(3):
         assert model.in_fewer_bits("int4").engine is before.engine
     int4.check(model)
-    with pytest.raises(ValueError, match=r"draft_quantize=int8 needs .* bytes .* load the model with quantize"):
+    with pytest.raises(ValueError, match=r"in int8 needs .* bytes, .* load the model with quantize"):
         SelfSpeculative(draft_quantize="int8").check(model)
-    monkeypatch.setattr(choice, "device_memory_bytes", lambda _: size // 2)
+    monkeypatch.setattr(choice, "available_memory_bytes", lambda: size // 2)
     assert int4 in Auto().methods(model), "a copy that exists takes no further room"
     other = ModelRunner(families.build("llama", hidden_size=64), "native")
     assert int4 not in Auto().methods(other), "auto makes no copy"

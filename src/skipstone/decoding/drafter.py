@@ -60,11 +60,6 @@ class Drafter:
         """Draft for the rows of a session."""
         self.view = view
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether a new drafter of the method would draft by other means, because something has become ready meanwhile."""
-        return False
-
     # ------------------------------------------------------------------------------------------------ requests and rows
 
     def validate_request(self, request: Request) -> None:

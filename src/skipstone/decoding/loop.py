@@ -93,6 +93,7 @@ class DecodingLoop:
         self.setup: SetupSeconds = {} if setup is None else setup  # not reported yet
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
+        session.model.lock.loops.add(self)
 
     def admit(self, row: int, request: Request, known: int = 0) -> None:
         """Start a request in a free row. known: as in `Session.admit`."""

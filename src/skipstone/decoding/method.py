@@ -122,6 +122,9 @@ class Method(metaclass=_AcceptsAliases):
                 "they follow one chain; autoregressive, layerskip, prompt_lookup and speculative decode it"
             )
 
+    def prepare_in_background(self, model: ModelRunner) -> None:
+        """Begin work that makes later requests faster, in a process that waits for requests. It delays none."""
+
     def report(self, model: Any) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty if it learns nothing."""
         return method_report(self, None, model)

@@ -1,6 +1,7 @@
 """Chooses the engine of a model, by the user's options and by which engine can run it, and keeps prepared models."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import repeat
@@ -10,7 +11,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
-from skipstone.engines.host_transfer import CPU
 from skipstone.engines.model_lock import RECOGNITION_LOCK
 from skipstone.engines.native import packed_cache
 from skipstone.engines.native.engine import NativeEngine, why_not
@@ -21,7 +21,7 @@ from skipstone.models.mapped_model import MappedModel
 from skipstone.models.quantised_checkpoints import warm_up_kernels
 from skipstone.models.unsupported import refuse_weights
 from skipstone.models.weight_version import model_version
-from skipstone.utils.limits import WEIGHT_COPIES_SHARE, device_memory_bytes
+from skipstone.utils.limits import COPIES_SHARE, available_memory_bytes
 from skipstone.utils.setup_times import setup_work
 
 VARIABLE = "SKIPSTONE_ENGINE"
@@ -159,12 +159,52 @@ class PreparedModel:
                 raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
             quantize = options.quantize if options.quantizes else None
             with setup_work(f"{quantize} copy" if quantize else "packed weights"):
-                return NativeEngine(model, self.description, quantize, options.keep_weights is not False), None
+                mapped = None if quantize is None else self._map_copy(quantize, model)
+                return mapped or self.make_native(model, quantize, options.keep_weights is not False), None
         if reason is None:
             return self.choose_engine(EngineOptions("native").over(options), model, version)
         if options.quantizes:
             raise ValueError(f"quantize={options.quantize!r} needs the native engine, which cannot run this model: {reason}")
         return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
+
+    def make_native(
+        self, model: Any, quantize: str | None, keep_weights: bool = True, pause: Callable[[], None] | None = None
+    ) -> NativeEngine:
+        """A native engine that is not kept. pause: as in `NativeWeights`."""
+        return NativeEngine(model, self.description, quantize, keep_weights, threads=self._native_threads, pause=pause)
+
+    @property
+    def _native_threads(self) -> int | None:
+        """The number of threads of the native engine that was made first."""
+        return next((engine.threads for engine, _ in self.engines.values() if isinstance(engine, NativeEngine)), None)
+
+    @property
+    def copies(self) -> dict[str, NativeEngine]:
+        """The native engines with quantised weights, by their quantisation."""
+        made = [engine for engine, _ in self.engines.values() if isinstance(engine, NativeEngine)]
+        return {engine.quantize: engine for engine in made if engine.quantize is not None}
+
+    def add_copy(self, quantize: str, engine: NativeEngine) -> None:
+        """Keep a native engine with quantised weights."""
+        self.engines["native", quantize] = engine, None
+
+    @setup_work("copy from the cache")
+    def map_copy(self, quantize: str, model: Any) -> bool:
+        """Keep a native engine with quantised weights from the disk's cache. Returns whether there are any."""
+        engine = self._map_copy(quantize, model)
+        if engine is not None:
+            self.add_copy(quantize, engine)
+        return engine is not None
+
+    def _map_copy(self, quantize: str, model: Any) -> NativeEngine | None:
+        if not isinstance(model, MappedModel) or not model.caches_panels:
+            return None
+        if (cached := packed_cache.read(model.files.identity, quantize)) is None:
+            return None
+        try:
+            return NativeEngine(model, self.description, quantize, threads=self._native_threads, cached=cached)
+        except LookupError:  # panels of other sizes
+            return None
 
 
 def _engine_of_modules(name: str, model: Any, description: DecoderModel) -> Engine:
@@ -193,26 +233,23 @@ def prepare_model(model: Any, modules: int) -> PreparedModel:
     return prepared
 
 
-def is_copy_ready(model: Any, quantize: str) -> bool:
-    """Whether a copy of the weights in fewer bits exists in this process, or can be mapped from the disk's cache."""
+def copies_of(model: Any) -> dict[str, int]:
+    """Bytes of a model's copies in fewer bits that exist in this process, by their quantisation."""
     prepared = _PREPARED.get(model)
-    if prepared is not None and any(engine.quantize == quantize for engine, _ in prepared.engines.values()):
-        return True
-    return isinstance(model, MappedModel) and model.caches_panels and packed_cache.exists(model.files.identity, quantize)
+    return {} if prepared is None else {name: engine.nbytes for name, engine in prepared.copies.items()}
 
 
-def missing_room_for_copy(model: Any, quantize: str) -> str | None:
-    """Why there is no memory for a copy of the weights in fewer bits, next to existing copies; None if there is."""
-    prepared = _PREPARED.get(model)
-    kinds_made = {engine.quantize for engine, _ in prepared.engines.values()} if prepared is not None else set()
-    if quantize in kinds_made:
+def missing_room_for_copy(model: Any, quantize: str, max_bytes: int | None = None) -> str | None:
+    """Why there is no memory for a copy of the weights in fewer bits; None if there is. max_bytes: of all copies together; None
+    for a share of the free memory."""
+    made = copies_of(model)
+    if quantize in made:
         return None
-    kinds = {quantize, *kinds_made} - {None}
-    needed_bytes = sum(quantised_bytes(model, kind) for kind in kinds)
-    limit_bytes = int(WEIGHT_COPIES_SHARE * device_memory_bytes(CPU))
-    if needed_bytes <= limit_bytes:
+    needed = quantised_bytes(model, quantize)
+    allowed = int(COPIES_SHARE * available_memory_bytes()) if max_bytes is None else max_bytes - sum(made.values())
+    if needed <= allowed:
         return None
     return (
-        f"draft_quantize={quantize} needs {needed_bytes} bytes for the copies of the weights in {' and '.join(sorted(kinds))}, "
-        f"and {limit_bytes} are allowed: draft without draft_quantize, or load the model with quantize"
+        f"a copy of the weights in {quantize} needs {needed} bytes, and {max(allowed, 0)} are allowed: draft without "
+        "draft_quantize, or load the model with quantize"
     )

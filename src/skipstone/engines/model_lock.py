@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -23,10 +23,12 @@ class ModelLock(_RLOCK):
     It is re-entrant. After a release, waiting threads come first, so that texts advance step by step.
 
     passes: held for single passes, also by steps of another model that this one drafts for. Whoever holds it waits for nothing.
+    loops: decoding loops of the model, each of which says whether it is `busy`.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.loops: WeakSet[Any] = WeakSet()
         self._entrance = Lock()  # held by the thread that is next
         self.passes: Any = RLock()
 
@@ -41,6 +43,14 @@ class ModelLock(_RLOCK):
             if owned or self._is_owned():
                 self.release()
             raise
+
+    @property
+    def has_running_requests(self) -> bool:
+        """Whether a text is being written with the model. Any thread may ask."""
+        try:
+            return any(loop.busy for loop in self.loops)
+        except RuntimeError:  # a loop has just been added
+            return True
 
     def renew(self) -> None:
         """Make it free, in a process that was forked: whichever thread held it does not exist there."""

@@ -1,5 +1,6 @@
 """A Hugging Face decoder, layer by layer, on any engine."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, op
 from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import alone_after_fork, lock_of
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.decoder_model import DecoderModel, refuse_state, unwrapped
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.mapped_model import MappedModel
@@ -88,6 +90,23 @@ class ModelRunner(DecoderModel):
             )
         drafting_model.dtype = drafting_model.engine.dtype
         return drafting_model
+
+    def has_copy(self, quantize: str) -> bool:
+        """Whether this process has a copy of the present weights in fewer bits."""
+        engine = self._prepared.copies.get(quantize)
+        return engine is not None and engine.is_current(self.engine.version)
+
+    def map_copy(self, quantize: str) -> bool:
+        """Take a copy of the weights in fewer bits from the disk's cache. Returns whether it has one."""
+        with self.lock:
+            return self._prepared.map_copy(quantize, self.model)
+
+    def make_copy(self, quantize: str, pause: Callable[[], None]) -> NativeEngine:
+        """Make a copy of the weights in fewer bits on this thread, without the lock. pause: called between pieces."""
+        engine = self._prepared.make_native(self.model, quantize, pause=pause)
+        with self.lock:
+            self._prepared.add_copy(quantize, engine)
+        return engine
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

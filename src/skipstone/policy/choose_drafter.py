@@ -357,10 +357,6 @@ class Policy:
         for one in self.drafters.values():
             one.rate.fade(self.position, half_lives=1)
 
-    def charge_setup(self, seconds: float) -> None:
-        """Charge work before the first step."""
-        self.budget.charge(seconds / self.costs.plain.value, 0.0)
-
     def resized(self, rows: int) -> "Policy":
         """The policy for another number of rows, with the same budget. If that is less than twice as many, or more than half,
         step times are about the same and one plain step is timed. Otherwise step times are guesses."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won: about one trial of each of four drafters
-CREDIT_SECONDS = 0.010  # the same in seconds, if steps are long: so much may the first answer of a process take longer
+CREDIT_SECONDS = 0.005  # the same in seconds, if steps are long: half of what the first answer of a process may take longer
 REQUEST_CREDIT = 12.0  # plain steps that a request may lose of others' savings: with 4, hard beginnings end drafting (docs/lab)
 MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 

@@ -152,8 +152,7 @@ class Admission:
     def _find_group(self, method: Method) -> BatchGroup | None:
         """The batch group of a method, created if needed; None while the other methods use all groups."""
         name = method.spelled
-        group = self.groups.pop(name, None)
-        if group is None or (not group.busy and group.loop.session.drafter.is_outdated):
+        if (group := self.groups.pop(name, None)) is None:
             if len(self.groups) >= MAX_BATCH_GROUPS and not self._drop_idle_group():
                 return None
             with collect_setup_seconds():  # which the first step reports

@@ -68,7 +68,9 @@ class Conversation:
         self._group, self.method = self._create_group(method), method
 
     def _create_group(self, method: Method) -> BatchGroup:
-        return BatchGroup(self.model, method, 1, self.model.max_positions, PREFILL_CHUNK, lambda *_: None)
+        group = BatchGroup(self.model, method, 1, self.model.max_positions, PREFILL_CHUNK, lambda *_: None)
+        method.prepare_in_background(self.model)
+        return group
 
     def reset(self) -> None:
         """Forget all messages except the system's."""

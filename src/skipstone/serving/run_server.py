@@ -53,8 +53,11 @@ def listen(server: Server, at: socket.socket, api_key: str | None = None) -> boo
         nonlocal whole
         whole, listener.should_exit = False, True
 
-    server.failed = failed
-    server.became_ready = lambda: logger.info("ready: %s takes requests", url)
+    def became_ready() -> None:
+        logger.info("ready: %s takes requests", url)
+        server.prepare_in_background()
+
+    server.failed, server.became_ready = failed, became_ready
     logger.info("loading the model: %s/health tells when it is ready", url)
     listener.run(sockets=[at])
     return whole

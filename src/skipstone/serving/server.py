@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -71,6 +72,7 @@ class Server:
         self._draining: asyncio.Task[None] | None = None
         self._model_thread: ModelThread | None = None
         self._parser: RequestParser | None = None
+        self._prepare: Callable[[], None] = lambda: None
         self.tokenizer: Any = None
         self.started = int(time.time())
 
@@ -103,10 +105,15 @@ class Server:
         method.check(runner)
         expect_usable_defaults(runner, self.tokenizer)
         max_model_len = min(runner.max_positions, settings.max_model_len or DEFAULT_MAX_MODEL_LEN)
+        self._prepare = partial(method.prepare_in_background, runner)
         self._parser = RequestParser(runner, self.tokenizer, method, max_model_len, settings.timeout_seconds)
         limit = settings.kv_cache_memory_bytes
         limits = AdmissionLimits(settings.max_num_seqs, max_model_len, settings.max_waiting, kv_cache_bytes=limit)
         self._model_thread = ModelThread(runner, with_room_for(runner, method, limits), self._post)
+
+    def prepare_in_background(self) -> None:
+        """Begin work that makes requests faster. It is done while there are none."""
+        self._prepare()
 
     async def drain(self) -> None:
         """Take no more requests, let texts end, and wait until streams are sent. Texts that need longer than `drain_seconds`

@@ -15,8 +15,8 @@ METHOD_STATE_BYTES = 256 << 20
 """Limit of these states together. The one in use always stays."""
 SMALL_STATE_BYTES = 1 << 16
 """Assumed size of a state of a few hundred numbers."""
-WEIGHT_COPIES_SHARE = 0.5
-"""Share of the machine's memory for copies of a model's weights in fewer bits, which drafting reads."""
+COPIES_SHARE = 0.5
+"""Share of the free memory for a copy of a model's weights in fewer bits, which drafting reads."""
 GRAMMAR_BYTES = 512 << 20
 """Limit of the compiled grammars of all requests together."""
 SMALL_GRAMMAR_BYTES = 1 << 20

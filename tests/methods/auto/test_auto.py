@@ -164,6 +164,7 @@ class Clocked:
         monkeypatch.setattr(speculative, "size_ratio", lambda *models: 0.1)
         monkeypatch.setattr(AutoDrafter, "replay_seconds", lambda session, began: REPLAY / 1000)
         monkeypatch.setattr(AutoDrafter, "policy_seconds", lambda session, began: 0.0)
+        monkeypatch.setattr(AutoDrafter, "setup_seconds", lambda session, began: 0.0)
 
     @property
     def rate(self) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 from skipstone import LayerSkip, PromptLookup, Recycle
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods.auto.auto import Auto
+from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import HostWork, Learned
 from skipstone.policy.choose_drafter import COLD_STEPS, PLAIN, PLAIN_AT_ONCE, PROBE, WINDOW, Decision, Policy
 from skipstone.policy.cost_model import LearnedCosts, MeanTime
@@ -110,6 +110,7 @@ def test_steps_in_which_the_engine_compiles_teach_no_times(tmp_path: Path, monke
 
     monkeypatch.setattr(engine, "preparations", 0, raising=False)
     monkeypatch.setattr(engine, "run", passes)
+    monkeypatch.setattr(AutoDrafter, "setup_seconds", lambda *_: 0.0)  # it lasts many of these short steps
     monkeypatch.setattr(time, "perf_counter", lambda: now() + late[0])
     method = Auto((PromptLookup(), LayerSkip(exit_layer=2)), use_profile=False, log=str(path))
     decoder = start(method, ModelRunner(raw), [Request(prompt(9), 200)])

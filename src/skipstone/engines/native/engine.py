@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Callable
 from itertools import repeat
 from operator import contains
 from typing import Any
@@ -15,7 +16,8 @@ from skipstone.engines.engine import ChainInputs, ChainOutputs, Engine, WarperIn
 from skipstone.engines.greedy_tokens import top_k_tokens
 from skipstone.engines.host_transfer import CPU, dense, new_buffer, pointer
 from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.native import library, packed_cache, threads
+from skipstone.engines.native import library, packed_cache
+from skipstone.engines.native.packed_cache import CachedPanels
 from skipstone.engines.native.structs import (
     BAD_LAYER,
     SKIP_ATTENTION,
@@ -26,6 +28,7 @@ from skipstone.engines.native.structs import (
     check,
     declare,
 )
+from skipstone.engines.native.threads import cores, fastest, requested_number
 from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
@@ -60,21 +63,29 @@ class NativeEngine(Engine):
     own_threads = True
     dtype = torch.float32
 
-    def __init__(self, model: Any, description: DecoderModel, quantize: str | None = None, keep_weights: bool = True) -> None:
-        """ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first
-        error without keep_weights, the model has lost some weights and must be loaded again."""
-        num_threads = threads.requested_number()
+    def __init__(
+        self,
+        model: Any,
+        description: DecoderModel,
+        quantize: str | None = None,
+        keep_weights: bool = True,
+        *,
+        threads: int | None = None,
+        cached: CachedPanels | None = None,
+        pause: Callable[[], None] | None = None,
+    ) -> None:
+        """threads: number of threads; measured if None. cached: the quantised panels. pause: as in `NativeWeights`.
+
+        ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
+        without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
+        sizes."""
+        num_threads = threads or requested_number()
         self._library, self.quantize = declare(library.load()), quantize
         self.version = model_version(model).weights
         keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        cached = self._cached_panels(model)
-        try:
-            self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached)
-        except LookupError:  # of a cached file
-            cached = None
-            self._weights = NativeWeights(self._library, model, description, quantize, keep_weights)
+        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause)
         self._is_cached = cached is not None
         if not keep_weights:
             keep_version(model)
@@ -95,23 +106,25 @@ class NativeEngine(Engine):
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, tensors that it points at)
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
-        self.threads = num_threads or threads.fastest(self._run_token, threads.cores())
+        self.threads = num_threads or fastest(self._run_token, cores())
         level = self._library.sk_level().decode()
         self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
 
-    def _cached_panels(self, model: Any) -> packed_cache.CachedPanels | None:
-        is_cached = self.quantize is not None and isinstance(model, MappedModel) and model.caches_panels
-        return packed_cache.read(model.files.identity, self.quantize or "") if is_cached else None
+    @property
+    def nbytes(self) -> int:
+        """Size of the panels."""
+        return self._weights.bytes
 
-    def cache_panels(self, model: MappedModel) -> bool:
-        """Write quantised panels to the disk's cache, if they do not come from it. Returns whether they are there.
+    def cache_panels(self, model: Any, pause: Callable[[], None] = lambda: None) -> bool:
+        """Write quantised panels to the disk's cache, if they do not come from it. Returns whether they are there: only a
+        mapped model has a place. pause: called before each matrix.
 
         ValueError if the checkpoint has changed since it was opened."""
-        if self.quantize is None or not model.caches_panels:
+        if self.quantize is None or not isinstance(model, MappedModel) or not model.caches_panels:
             return False
         if not model.files.is_current():
             raise ValueError(f"the checkpoint {model.config.name_or_path} changed while it was read: load it again")
-        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory)
+        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory, pause)
 
     def _run_token(self, count: int) -> None:
         """Run one token through the first layers on `count` threads."""

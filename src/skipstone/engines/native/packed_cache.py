@@ -12,7 +12,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -81,15 +81,9 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
         return None
 
 
-def exists(identity: Any, quantize: str) -> bool:
-    """Whether there is a file of these panels, whole or not."""
-    place = place_of(identity, quantize)
-    return place is not None and place.exists()
-
-
-def write(identity: Any, quantize: str, panels: "Sequence[Tensor]") -> bool:
+def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Callable[[], None] = lambda: None) -> bool:
     """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
-    cause one warning."""
+    cause one warning. pause: called before each of them."""
     place, size = place_of(identity, quantize), sum(len(one) + 64 for one in panels)
     try:
         if place is None:
@@ -99,7 +93,7 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]") -> bool:
         handle, hidden = tempfile.mkstemp(prefix=".", suffix=SUFFIX, dir=place.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels)
+                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels, pause)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(hidden, place)
@@ -111,9 +105,10 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]") -> bool:
         return False
 
 
-def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]") -> None:
+def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]", pause: Callable[[], None]) -> None:
     matrices = []
     for one in panels:
+        pause()
         data: Any = one.numpy()
         matrices.append((file.tell(), len(one), zlib.crc32(data)))
         file.write(data)

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,10 @@ QUANTIZED_HEAD = "int8"
 """Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
 CHUNK = 32 << 20
 """Bytes of one allocation, which serves many matrices."""
+PIECE_WEIGHTS = 2 << 20
+"""Weights that one thread packs between two pauses, in about 10 ms."""
+LANES = 16
+"""Outputs of a panel."""
 _OF_TRANSFORMERS = {"SiLUActivation": "silu", "GELUTanh": "gelu_pytorch_tanh", "NewGELUActivation": "gelu_new"}
 """transformers' classes of activations, and their names in a config."""
 TORCH_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout, nn.SiLU)
@@ -131,6 +136,7 @@ class NativeWeights:
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
     `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
     files without bringing mapped pages into memory.
+    pause: called between pieces of the work, which then takes this thread only.
     """
 
     def __init__(
@@ -141,14 +147,17 @@ class NativeWeights:
         quantize: str | None = None,
         keep_weights: bool = True,
         memory: "PanelMemory | CachedPanels | None" = None,
+        pause: Callable[[], None] | None = None,
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._threads = threads.requested_number() or threads.cores()
+        self._pause = pause
         is_mapped = isinstance(model, MappedModel)
         self._chunks, self._head, self._widened = memory or PanelMemory(), description.head, model.dtype if is_mapped else None
         self._report_packed = model.report_packed if is_mapped else None
         self._file_places: dict[Tensor, FilePlace] = model.places if is_mapped else {}
-        self._releases = MemoryRelease() if is_mapped or not keep_weights else None
+        releases = (is_mapped or not keep_weights) and not self._chunks.is_filled
+        self._releases = MemoryRelease() if releases else None
         self._weight_places = [] if keep_weights or is_mapped else [part._parameters for part in model.modules()]
         self._attributes: list[tuple[dict[str, Any], str]] = []  # that were read: of which module, and their names
         config, family = model.config, description.family
@@ -306,16 +315,28 @@ class NativeWeights:
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
             memory.append(self._chunks.take(size))
             panels = pointer("panels", memory[-1], (size,), torch.uint8)
-            address = pointer("a weight", part, part.shape, weight.dtype, free=1)
-            skipped = (part.storage_offset() - rows.storage_offset()) * weight.itemsize
-            source = (-1, address) if place is None else (place.file, place.offset + skipped)
-            if not self._chunks.is_filled:
-                pack = self._library.sk_pack if quantize is None else self._library.sk_quantize
-                pack(kind, stored, *source, part.stride(0), outputs, inputs, panels, self._threads)
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
+            if not self._chunks.is_filled:
+                address = pointer("a weight", part, part.shape, weight.dtype, free=1)
+                skipped = (part.storage_offset() - rows.storage_offset()) * weight.itemsize
+                source = (-1, address) if place is None else (place.file, place.offset + skipped)
+                self._pack(matrices[-1], stored, *source, part.stride(0), weight.itemsize)
             if self._report_packed is not None:
                 self._report_packed(outputs * inputs)
         return Panels(self._library, matrices, memory, weight.dtype)
+
+    def _pack(self, matrix: MatrixStruct, stored: int, file: int, begin: int, stride: int, itemsize: int) -> None:
+        """Pack the rows of a matrix. stored, file, begin, stride: as in the C function. itemsize: of a weight in bytes."""
+        kind, outputs, inputs = matrix.type, matrix.outputs, matrix.inputs
+        pack = self._library.sk_quantize if kind in QUANTIZED.values() else self._library.sk_pack
+        if self._pause is None:
+            pack(kind, stored, file, begin, stride, outputs, inputs, matrix.panels, self._threads)
+            return
+        piece = LANES * max(1, PIECE_WEIGHTS // (LANES * inputs))
+        for first in range(0, outputs, piece):
+            self._pause()
+            panels = matrix.panels + self._library.sk_packed_bytes(kind, first, inputs)
+            pack(kind, stored, file, begin + first * stride * itemsize, stride, min(piece, outputs - first), inputs, panels, 1)
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)

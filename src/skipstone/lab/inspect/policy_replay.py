@@ -8,14 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from skipstone.methods.auto.saved_profile import POLICY
 from skipstone.policy.choose_drafter import PLAIN, PROBE, Decision, Policy, StepResult
+from skipstone.utils.dataclass_values import from_values
 from skipstone.utils.files import write_whole
 from skipstone.utils.pictures import image_of, new_figure
 
-STEPS = TypeAdapter(tuple[tuple[list[int], bool], Decision | None, Decision, list[StepResult]])
+STEPS = tuple[tuple[list[int], bool], Decision | None, Decision, list[StepResult]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[Replaye
                 writer = tuple(event.pop("writer"))
                 ((kind, values),) = event.items()
                 if kind == "state":
-                    policies[writer] = POLICY.validate_python(values)
+                    policies[writer] = from_values(Policy, values)
                 elif kind == "request":
                     for policy in [policy for key, policy in policies.items() if key[0] == writer[0]]:
                         policy.begin_request()
@@ -84,7 +82,7 @@ def replay_decisions(path: Path, clock: Callable[[], float]) -> Iterator[Replaye
 
 def _decide_again(clock: Callable[[], float], policy: Policy, values: Any) -> ReplayedDecision | None:
     """Decide again and learn. None if nothing was decided."""
-    (arguments, recorded, taken, results), position = STEPS.validate_python(values), policy.position
+    (arguments, recorded, taken, results), position = from_values(STEPS, values), policy.position
     began = clock()
     again = policy.decide(*arguments)
     decided_at, balance = clock(), policy.budget.request

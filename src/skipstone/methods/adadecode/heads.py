@@ -257,16 +257,21 @@ def _with_weights(card: HeadsCard, folder: Path, source: str | Path) -> ExitHead
     return heads
 
 
+def are_loaded(model: ModelRunner) -> bool:
+    """Whether heads of a model were loaded in this process."""
+    return bool(_LOADED.known(model.model))
+
+
 def bundled_name_for(model: ModelRunner) -> str | None:
-    """The name of the bundled heads of a model; None if there are none."""
-    return _bundled().get(model.fingerprint)
+    """The name of the first bundled heads of a model; None if there are none."""
+    shape = tuple(reversed(model.head.weight.shape))
+    fitting = {name: card for name, card in _bundled().items() if (card.hidden_size, card.vocab_size) == shape}
+    return next((name for name, card in fitting.items() if card.model == model.fingerprint), None)
 
 
 @cache
-def _bundled() -> dict[str, str]:
-    """Fingerprint of a model -> name of its first bundled heads."""
-    bundled = {name: folder for name, folder in HEADS.items() if (folder / CARD).is_file()}
-    return {_read_card(folder, name).model: name for name, folder in reversed(bundled.items())}
+def _bundled() -> dict[str, HeadsCard]:
+    return {name: _read_card(folder, name) for name, folder in HEADS.items() if (folder / CARD).is_file()}
 
 
 def _folder_of(source: str | Path) -> Path:

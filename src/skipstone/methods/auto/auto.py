@@ -4,6 +4,7 @@
 greedy and sampled texts are those of plain decoding with the same seed, whatever is decided.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,13 +18,14 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
-from skipstone.engines.choose_engine import is_copy_ready, missing_room_for_copy
+from skipstone.engines import background_copy
+from skipstone.engines.choose_engine import missing_room_for_copy
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.adadecode import AdaDecode
-from skipstone.methods.adadecode.heads import bundled_name_for
+from skipstone.methods.adadecode.heads import are_loaded, bundled_name_for
 from skipstone.methods.auto import saved_profile
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
@@ -37,6 +39,10 @@ from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
+from skipstone.utils.setup_times import setup_work
+
+COPY = "int4"
+"""The quantisation of the copy that is a candidate."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,38 @@ class Auto(Method):
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
     use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
+    max_extra_memory_bytes: int | None = setting(
+        None, "for copies of the weights that draft; none: half of the free memory.", min_value=0
+    )
 
-    def methods(self, model: ModelRunner) -> tuple[Method, ...]:
-        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if such a copy of an
-        unquantised model is ready, and the model's own method if it is lossless."""
+    def methods(self, model: ModelRunner, *, sets_up: bool = True) -> tuple[Method, ...]:
+        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if there is such a copy,
+        and the model's own method if it is lossless. sets_up: exit heads and a copy on the disk are read now; otherwise they
+        are left out."""
         if self.candidates is not None:
             return self.candidates
         methods: list[Method] = [PromptLookup()]
         if not model.family.recurrent:
             methods.append(Recycle())
-            if bundled_name_for(model) is not None:
+            if (sets_up or are_loaded(model)) and bundled_name_for(model) is not None:
                 methods.append(AdaDecode())
-            is_unquantised = model.engine.name == "native" and model.engine.quantize is None
-            is_ready = is_unquantised and is_copy_ready(model.model, "int4")
-            if is_ready and missing_room_for_copy(model.model, "int4") is None:
-                methods.append(SelfSpeculative(draft_quantize="int4"))
+            if self.takes_copy(model) and (model.has_copy(COPY) or (sets_up and self._map_copy(model))):
+                methods.append(SelfSpeculative(draft_quantize=COPY))
         known = (Autoregressive, *map(type, methods))
         return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
+
+    def takes_copy(self, model: ModelRunner) -> bool:
+        """Whether a copy of the weights in fewer bits is or would be a candidate."""
+        can_draft = model.engine.name == "native" and model.engine.quantize is None and not model.family.recurrent
+        return self.candidates is None and can_draft
+
+    def _map_copy(self, model: ModelRunner) -> bool:
+        has_room = missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None
+        return has_room and model.map_copy(COPY)
+
+    def prepare_in_background(self, model: ModelRunner) -> None:
+        if self.takes_copy(model) and not model.has_copy(COPY):
+            background_copy.make_in_background(model, COPY, self.max_extra_memory_bytes)
 
     def takes_predictions(self, model: ModelRunner) -> bool:
         return any(isinstance(one, PromptLookup) for one in self.methods(model))
@@ -88,6 +109,8 @@ class Auto(Method):
             saved_profile.read_named(self.profile, model)
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> "AutoDrafter":
+        if background_copy.is_interactive():
+            self.prepare_in_background(model)
         return AutoDrafter(self, model, rows, capacity)
 
 
@@ -95,28 +118,21 @@ class AutoDrafter(Drafter):
     """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
     def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
-        began, methods = model.ranks.now(), method.methods(model)
-        self.method, self.model, self._methods = method, model, methods
-        self.candidates = dict[str, Candidate]()
-        for one in methods:
-            for name, candidate in one.auto_candidates(model, rows, capacity).items():
-                unique = name if name not in self.candidates else f"{name} ({len(self.candidates)})"
-                self.candidates[unique] = candidate
+        began, methods = model.ranks.now(), method.methods(model, sets_up=False)
+        self.method, self.model, self._size = method, model, (rows, capacity)
         recycle = next((one for one in methods if isinstance(one, Recycle)), None)
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
-        self.learned.add_drafters(first_policy(self.candidates, method.slack, recycle is not None))
         self.texts = MatchDrafter(rows, looks_up=any(isinstance(one, PromptLookup) for one in methods))
         self.recycle = None if recycle is None else RecycleDrafter(recycle, model, rows, self.learned.kept)
-        drafters = {name: one.drafter for name, one in self.candidates.items()}
-        self.own_threads = all(one.own_threads for one in drafters.values())
-        self.scratch_slots = max([WINDOW, TABLE, *(one.scratch_slots for one in drafters.values())])
-        self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else []), *drafters.values()]
-        self._draft_models = {name: one for name, one in drafters.items() if isinstance(one, DraftModelDrafter)}
-        # other chains come from the model's own layers, which need no commits
-        needs_commits = [isinstance(one, DraftModelDrafter) or not isinstance(one, ChainDrafter) for one in self._members]
-        self._listeners = [one for one, needs in zip(self._members, needs_commits, strict=True) if needs]
-        self._engines = [model.engine, *(one.draft_model.engine for one in self._draft_models.values())]
-        self._prepared = sum(one.preparations for one in self._engines)
+        self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else [])]
+        self._listeners = [*self._members]  # those that need commits
+        self.candidates, self._methods = dict[str, Candidate](), list[Method]()
+        self._draft_models = dict[str, DraftModelDrafter]()
+        self._requests: list[Request | None] = [None] * rows
+        self._is_bound = False
+        self._engines, self._prepared = [model.engine], 0
+        self._add_candidates(methods)
+        self.scratch_slots = max([WINDOW, TABLE, *(one.scratch_slots for one in self._members)])
         # the decision that is carried out, the policy's decision (it becomes PLAIN if there is nothing to draft), its arguments
         self._decision, self._decided, self._arguments = Decision(PLAIN), None, (list[int](), True)
         self._steps_left, self._is_quiet = 0, False  # of the decision, and whether its steps only decode plainly
@@ -126,25 +142,51 @@ class AutoDrafter(Drafter):
         self._looks_up = self._keeps = False  # whether this step looks texts up and keeps continuations
         self._host_seconds = self._fixed_seconds = 0.0  # of that, and of the policy
         self._judged, self._judged_matches, self._ranks = list[tuple[float, bool]](), list[tuple[int, int, int]](), list[int]()
-        self._plain_in_a_row, self._ran_prompt, self._has_request = 0, False, [False] * rows
-        self._setup_seconds = model.ranks.since(began)  # not charged yet
-
-    @property
-    def is_outdated(self) -> bool:
-        return self._methods != self.method.methods(self.model)
+        self._plain_in_a_row, self._ran_prompt = 0, False
+        self._setup_seconds = self.setup_seconds(began)  # not charged yet
 
     def _first_learned(self, recycles: bool) -> Learned:
         """The state before the first request: a saved profile, or guesses."""
         method, model = self.method, self.model
-        policy = first_policy(self.candidates, method.slack, recycles)
-        if method.use_profile or method.profile is not None:
-            identities = {name: one.identify() for name, one in self.candidates.items()}
-            policy = saved_profile.load_profile(model, policy, identities, method.profile) or policy
-        learned = Learned({1: policy}, has_credit=bool(policy.costs.plain.measurements))
+        is_read = method.use_profile or method.profile is not None
+        saved = saved_profile.load_profile(model, method.profile) if is_read else None
+        learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, is_set_up=method.candidates is not None)
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
-            learned.log.write("state", 1, learned.policy)
         return learned
+
+    def _add_candidates(self, methods: Sequence[Method]) -> None:
+        """Take the drafters of methods that it does not have yet. It does so also while texts are written."""
+        added = [method for method in methods if method not in self._methods]
+        for method in added:
+            self._methods.append(method)
+            for name, candidate in method.auto_candidates(self.model, *self._size).items():
+                unique = name if name not in self.candidates else f"{name} ({len(self.candidates)})"
+                self.candidates[unique] = candidate
+                self.learned.add_candidate(unique, candidate)
+                self._add_member(unique, candidate.drafter)
+        if added:
+            self._take_preparations()
+            self.learned.write_state()
+
+    def _add_member(self, name: str, drafter: Drafter) -> None:
+        self._members.append(drafter)
+        if isinstance(drafter, DraftModelDrafter):
+            self._draft_models[name] = drafter
+            self._engines.append(drafter.draft_model.engine)
+        # other chains come from the model's own layers, which need no commits
+        if isinstance(drafter, DraftModelDrafter) or not isinstance(drafter, ChainDrafter):
+            self._listeners.append(drafter)
+        if self._is_bound:
+            assert drafter.scratch_slots <= self.scratch_slots, f"{name} comes too late for its slots"
+            drafter.bind(self.view)
+            for row, request in enumerate(self._requests):
+                if request is not None:
+                    drafter.add_request(row, request)
+
+    @property
+    def own_threads(self) -> bool:  # type: ignore[override]
+        return all(one.drafter.own_threads for one in self.candidates.values())
 
     @property
     def caches(self) -> list[tuple[ModelRunner, KVCache]]:
@@ -166,21 +208,24 @@ class AutoDrafter(Drafter):
 
     def bind(self, view: SessionView) -> None:
         super().bind(view)
+        self._is_bound = True
         for one in self._members:
             one.bind(view)
 
     def add_request(self, row: int, request: Request) -> None:
+        """A copy of the weights that was made since the last request is a candidate from now on."""
         self._settle()
+        self._add_candidates(self.method.methods(self.model, sets_up=False))
         for one in self._members:
             one.add_request(row, request)
         self.learned.lookups.begin_text(self.learned.steps)
-        if not any(self._has_request):
+        if not any(self._requests):
             self.learned.begin_request()
-        self._has_request[row] = True
+        self._requests[row] = request
 
     def remove_request(self, row: int) -> None:
         self._settle()
-        self._has_request[row] = False
+        self._requests[row] = None
         for one in self._members:
             one.remove_request(row)
 
@@ -196,6 +241,8 @@ class AutoDrafter(Drafter):
             return
         self._settle()
         self.learned.resize(sum(self.view.alive))
+        if not self.learned.is_set_up and self.learned.can_set_up():
+            self._set_up()
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
         if not rows or not self._can_replay or not self.learned.policy.is_timed:
             return
@@ -204,6 +251,18 @@ class AutoDrafter(Drafter):
         lag = {name: one.tokens_to_replay(row, width) for name, one in self._draft_models.items()}
         if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
             self._replay(name, row, width, lag.get(name, 0))
+
+    def _set_up(self) -> None:
+        """Read what further candidates need from the disk. The budget pays for it."""
+        began, self.learned.is_set_up = self.model.ranks.now(), True
+        with setup_work("drafters"):
+            self._add_candidates(self.method.methods(self.model))
+        self._setup_seconds, self._plain_in_a_row, self._ran_prompt = self.setup_seconds(began), 0, False
+        self._charge_setup()
+
+    def _charge_setup(self) -> None:
+        self.learned.charge_setup(self._setup_seconds)
+        self._setup_seconds = 0.0
 
     @property
     def _can_replay(self) -> bool:
@@ -231,6 +290,9 @@ class AutoDrafter(Drafter):
             self.learned.log.write("replay", self.learned.live, (name, sure, right, seconds, read))
 
     def replay_seconds(self, began: float) -> float:
+        return self.model.ranks.since(began)
+
+    def setup_seconds(self, began: float) -> float:
         return self.model.ranks.since(began)
 
     def policy_seconds(self, began: float) -> float:
@@ -420,10 +482,8 @@ class AutoDrafter(Drafter):
         results[0].warm_steps, results[0].warm_seconds = len(warm), typical(warm)
         results[0].seconds += len(warm) * typical(warm) - sum(warm)  # a stall in a plain step is not charged
         learned.policy.observe(decision, results)
-        if learned.policy.is_timed:
-            learned.limit_credit()
-            learned.policy.charge_setup(self._setup_seconds)
-            self._setup_seconds = 0.0
         self._fixed_seconds += self.policy_seconds(began)
         if learned.log is not None:
             learned.log.write("steps", learned.live, (self._arguments, self._decided, decision, results))
+        if learned.policy.is_timed and self._setup_seconds:
+            self._charge_setup()

@@ -2,17 +2,20 @@
 
 import copy
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skipstone.decoding.drafter import Candidate
 from skipstone.methods.auto.policy_log import PolicyLog
+from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.methods.recycle import AdjacencyMatrix
-from skipstone.policy.choose_drafter import CHOOSE_EVERY, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
-from skipstone.policy.cost_model import FIRST_START, TABLE, LearnedCosts, LineTime, MeanTime
+from skipstone.policy.choose_drafter import CHOOSE_EVERY, MAX_EXPLORATION, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
+from skipstone.policy.cost_model import FIRST_START, HOST, TABLE, LearnedCosts, LineTime, MeanTime
 from skipstone.policy.regret_budget import RegretBudget
 from skipstone.utils.limits import SMALL_STATE_BYTES
+
+SETUP_SECONDS = 0.010
+"""Expected time of setting up candidates: exit heads are read, or a copy of the weights is mapped from the disk's cache."""
 
 
 @dataclass
@@ -48,12 +51,15 @@ class HostWork:
 
 @dataclass
 class Learned:
-    """policies: by the number of rows that decode, because step times depend on it. live: that number now. kept: continuations
-    for recycling. steps, kinds: number of steps, in all and by drafter. plain_seconds: of the latest plain steps. has_credit:
-    the budget's credit is right for the time of a plain step; a saved profile has its credit because it knows what pays."""
+    """policies: by the number of rows that decode, because step times depend on it. saved: what an earlier process has saved.
+    live: the number of rows now. identities: of drafters, by name. kept: continuations for recycling. steps, kinds: number of
+    steps, in all and by drafter. plain_seconds: of the latest plain steps. is_limited: the budget's credit was adapted to the
+    time of a plain step. is_set_up: candidates that must be set up first were."""
 
     policies: dict[int, Policy]
+    saved: SavedPolicy | None = None
     live: int = 1
+    identities: dict[str, str] = field(default_factory=dict)
     kept: AdjacencyMatrix = field(default_factory=AdjacencyMatrix)
     lookups: HostWork = field(default_factory=HostWork)
     keeping: HostWork = field(default_factory=HostWork)
@@ -61,7 +67,8 @@ class Learned:
     kinds: dict[str, int] = field(default_factory=dict)
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TABLE))
     log: PolicyLog | None = None
-    has_credit: bool = False
+    is_limited: bool = False
+    is_set_up: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -71,20 +78,43 @@ class Learned:
     def policy(self) -> Policy:
         return self.policies[self.live]
 
-    def add_drafters(self, first: Policy) -> None:
-        """Let all policies know the drafters of a first policy that they do not know yet."""
+    def add_candidate(self, name: str, candidate: Candidate) -> None:
+        """Let all policies know a drafter: what was saved of it, or guesses."""
+        self.identities[name] = candidate.identify()
+        is_saved = self.saved is not None and self.saved.identities.get(name) == self.identities[name]
         for policy in self.policies.values():
-            for name in first.drafters.keys() - policy.drafters.keys():
-                policy.drafters[name] = copy.deepcopy(first.drafters[name])
-                for times in ("drafting", "schedules", "replays"):
-                    if name in (new := getattr(first.costs, times)):
-                        getattr(policy.costs, times)[name] = copy.deepcopy(new[name])
+            if name not in policy.drafters:
+                _add_drafter(policy, name, candidate, self.saved.policy if self.saved is not None and is_saved else None)
 
-    def limit_credit(self) -> None:
-        """Once, when the time of a plain step is known: a short answer may not lose more than CREDIT_SECONDS."""
-        if not self.has_credit:
-            self.has_credit = True
-            self.policy.budget.limit_credit(self.policy.costs.plain.value)
+    def charge_setup(self, seconds: float) -> None:
+        """Charge work before a step. When the time of a plain step is known, the credit becomes one in seconds."""
+        budget, plain = self.policy.budget, self.policy.costs.plain.value
+        if not self.is_limited:
+            self.is_limited = True
+            budget.limit_credit(plain)
+        budget.charge(seconds / plain, 0.0)
+        self.write_state()
+
+    def can_set_up(self) -> bool:
+        """Whether the budget covers setting up further candidates."""
+        policy = self.policy
+        return policy.is_timed and policy.budget.remaining * policy.costs.plain.value >= SETUP_SECONDS
+
+    def to_save(self) -> SavedPolicy:
+        """The policy of one row, with the drafters of the saved one that were not set up here."""
+        if self.saved is None:
+            return SavedPolicy(self.policies[1], self.identities)
+        policy, saved = copy.deepcopy(self.policies[1]), self.saved.policy
+        policy.drafters = saved.drafters | policy.drafters
+        for times in ("drafting", "schedules", "replays", "scoring"):
+            setattr(policy.costs, times, getattr(saved.costs, times) | getattr(policy.costs, times))
+        return SavedPolicy(policy, self.saved.identities | self.identities)
+
+    def write_state(self) -> None:
+        """Log all policies."""
+        for live, policy in self.policies.items():
+            if self.log is not None:
+                self.log.write("state", live, policy)
 
     def begin_request(self) -> None:
         """A request begins while no other is running."""
@@ -124,17 +154,30 @@ class Learned:
         }
 
 
-def first_policy(candidates: Mapping[str, Candidate], slack: float, recycles: bool) -> Policy:
-    """A policy whose costs are guesses."""
-    policy = Policy(LearnedCosts(MeanTime(0.0)), {}, RegretBudget(slack))
-    for name, one in candidates.items():
-        policy.drafters[name] = DrafterState(searches=one.searches)
-        if one.draft_step is None:
-            policy.costs.schedules[name] = MeanTime(2.0)
-        else:
-            policy.costs.drafting[name] = LineTime(FIRST_START, one.draft_step)
-        if one.replay is not None:
-            policy.costs.replays[name] = MeanTime(2 * one.replay)
+def first_policy(slack: float, recycles: bool, saved: SavedPolicy | None) -> Policy:
+    """A policy without drafting models: what was saved, or guesses. Steps, and what is lost by them, count from now on."""
+    policy = Policy(LearnedCosts(MeanTime(0.0)), {})
+    if saved is not None:
+        policy, costs = copy.deepcopy(saved.policy), saved.policy.costs
+        policy.costs = LearnedCosts(MeanTime(0.0), costs.fixed, scoring={HOST: copy.deepcopy(costs.scoring[HOST])})
+    known, policy.drafters = policy.drafters, {}
     if recycles:
-        policy.drafters[RECYCLE] = DrafterState()
-    return policy
+        policy.drafters[RECYCLE] = known.get(RECYCLE) or DrafterState()
+    return policy.renewed(budget=RegretBudget(slack), exploration=MAX_EXPLORATION, starts_request=True)
+
+
+def _add_drafter(policy: Policy, name: str, candidate: Candidate, saved: Policy | None) -> None:
+    """saved: a policy that knows the drafter; None for guesses."""
+    guesses = {
+        "drafting": None if candidate.draft_step is None else LineTime(FIRST_START, candidate.draft_step),
+        "schedules": MeanTime(2.0) if candidate.draft_step is None else None,
+        "replays": None if candidate.replay is None else MeanTime(2 * candidate.replay),
+    }
+    known = copy.deepcopy(saved.costs) if saved is not None else LearnedCosts(MeanTime(0.0))
+    for times, guess in guesses.items():
+        if guess is not None:
+            getattr(policy.costs, times)[name] = getattr(known, times).get(name, guess)
+    if name in known.scoring:
+        policy.costs.scoring[name] = known.scoring[name]
+    state = DrafterState() if saved is None else copy.deepcopy(saved.drafters[name])
+    policy.drafters[name] = replace(state, searches=candidate.searches)

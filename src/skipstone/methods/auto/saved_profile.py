@@ -1,27 +1,26 @@
 """The saved profile of `auto`: the costs, acceptances and rates that it has learnt of a model on a machine.
 
-`skipstone tune` writes it. Every process that decodes the same model in the same way starts with it. A user can also name such
-a file of a similar machine, or its hub id.
+`skipstone tune`, servers, chats and commands that had a copy of the weights write it. Every process that decodes the same model
+in the same way starts with it. A user can also name such a file of a similar machine, or its hub id.
 """
 
+import hashlib
 import platform
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import local_or_fetched
-from skipstone.policy.choose_drafter import RECYCLE, Policy
-from skipstone.policy.cost_model import HOST
+from skipstone.policy.choose_drafter import Policy
+from skipstone.utils.dataclass_values import from_values
 from skipstone.utils.files import cache_place, digest, write_json
 from skipstone.utils.settings_files import SettingsPart, read_json
 
-VERSION = 8  # of the file
+VERSION = 9  # of the file
 TUNED = "tune.json"  # its name in a repository on the hub
 NODE = "node"  # the machine's own name: the one entry of the key that may differ in a file that a user names
-POLICY = TypeAdapter(Policy)
 
 
 class SavedProfile(SettingsPart):
@@ -34,10 +33,17 @@ class SavedProfile(SettingsPart):
     state: dict[str, Any]
 
 
-def key_of(model: ModelRunner) -> dict[str, Any]:
-    """What a profile is valid for: other values make other costs."""
+@dataclass(frozen=True)
+class SavedPolicy:
+    """A policy from a file. identities: of its drafters, to tell drafters of one name apart."""
+
+    policy: Policy
+    identities: dict[str, str]
+
+
+def _setting_of(model: ModelRunner) -> dict[str, Any]:
+    """What costs depend on apart from the weights."""
     return {
-        "model": model.fingerprint,
         "dtype": str(model.model.dtype),
         "device": str(model.device),
         "engine": model.engine.name,
@@ -47,27 +53,44 @@ def key_of(model: ModelRunner) -> dict[str, Any]:
     }
 
 
+def key_of(model: ModelRunner) -> dict[str, Any]:
+    """What a profile is valid for: other values make other costs."""
+    return {"model": model.fingerprint, **_setting_of(model)}
+
+
+def _place_of(model: ModelRunner) -> Path | None:
+    """The path of the profile on this machine. On the native engine a model with a name is known by it and by its norms. The
+    fingerprint reads pages of all weights, which would delay the first request."""
+    name = getattr(model.config, "name_or_path", "")
+    if not name or model.engine.name != "native":
+        return cache_place("auto", f"{digest(key_of(model))}.json")
+    norms = hashlib.sha256()
+    for one in model.model.parameters():
+        if one.dim() == 1:
+            norms.update(one.detach().float().numpy().tobytes())
+    path = Path(name).expanduser()
+    known = [str(path.resolve()) if path.exists() else name, norms.hexdigest()]
+    return cache_place("auto", f"{digest([known, _setting_of(model)])}.json")
+
+
 def save_profile(model: ModelRunner, policy: Policy, identities: dict[str, str], about: dict[str, Any]) -> Path:
     """Writes a policy. identities: by drafter, to tell drafters of one name apart. OSError if it cannot be written."""
-    key = key_of(model)
-    path = cache_place("auto", f"{digest(key)}.json")
+    path = _place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
-    state = POLICY.dump_python(policy, mode="json")
-    write_json(path, {"version": VERSION, "key": key, "about": about, "drafters": identities, "state": state})
+    content = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities, "state": asdict(policy)}
+    write_json(path, content)
     return path
 
 
-def load_profile(model: ModelRunner, first: Policy, identities: dict[str, str], source: str | None = None) -> Policy | None:
-    """The saved policy of these drafters; what the file lacks, and the budget, come from `first`. None if this machine has no
-    usable file. source: a file or hub id that a user names, which must be usable: OSError or ValueError as in `read_named`."""
+def load_profile(model: ModelRunner, source: str | None = None) -> SavedPolicy | None:
+    """The saved policy of a model. None if this machine has no usable file. source: a file or hub id that a user names, which
+    must be usable: OSError or ValueError as in `read_named`."""
     if source is not None:
-        return _merge(read_named(source, model), first, identities, source)
-    key = key_of(model)
-    path = cache_place("auto", f"{digest(key)}.json")
+        return _policy_of(read_named(source, model), source)
     with suppress(OSError, ValueError):
-        if path is not None and (profile := read(path)).key == key:
-            return _merge(profile, first, identities, path)
+        if (path := _place_of(model)) is not None:
+            return _policy_of(read(path), path)
     return None
 
 
@@ -86,20 +109,8 @@ def read(path: Path, source: object = None) -> SavedProfile:
     return read_json(path, SavedProfile, VERSION, "a profile of `skipstone tune`", source)
 
 
-def _merge(profile: SavedProfile, first: Policy, identities: dict[str, str], source: object) -> Policy:
+def _policy_of(profile: SavedProfile, source: object) -> SavedPolicy:
     try:
-        policy = POLICY.validate_python(profile.state)
+        return SavedPolicy(from_values(Policy, profile.state), profile.drafters)
     except ValueError as error:
         raise ValueError(f"{source} is damaged: its state cannot be read ({error})") from error
-    same = {name for name, identity in identities.items() if profile.drafters.get(name) == identity} | {RECYCLE}
-    costs = policy.costs
-
-    def merge(saved: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-        return {name: saved.get(name, value) if name in same else value for name, value in fresh.items()}
-
-    for times in ("drafting", "schedules", "replays"):
-        setattr(costs, times, merge(getattr(costs, times), getattr(first.costs, times)))
-    costs.scoring = {name: scoring for name, scoring in costs.scoring.items() if name in same or name == HOST}
-    costs.timed_at = {}  # this process measures everything again
-    drafters = merge(policy.drafters, first.drafters)
-    return policy.renewed(drafters=drafters, budget=first.budget, exploration=first.exploration, starts_request=True)

@@ -43,6 +43,7 @@ class Replica:
             await self._server.load()
         except Exception as error:
             raise ValueError(_error_line(error)) from error
+        self._server.prepare_in_background()
 
     async def check_health(self) -> None:
         """Called by Serve, which starts a new replica after a RuntimeError."""
