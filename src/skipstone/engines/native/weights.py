@@ -318,7 +318,7 @@ class NativeWeights:
             matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
             if not self._chunks.is_filled:
                 address = pointer("a weight", part, part.shape, weight.dtype, free=1)
-                skipped = (part.storage_offset() - rows.storage_offset()) * weight.itemsize
+                skipped = int(part.storage_offset() - rows.storage_offset()) * weight.itemsize
                 source = (-1, address) if place is None else (place.file, place.offset + skipped)
                 self._pack(matrices[-1], stored, *source, part.stride(0), weight.itemsize)
             if self._report_packed is not None:
