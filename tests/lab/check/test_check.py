@@ -1,6 +1,8 @@
 """`check` passes what is right and finds what is wrong, on a model of a few thousand parameters."""
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from skipstone import Autoregressive, EarlyExit, LayerSkip, Method, enable
 from skipstone.engines.native import library
 from skipstone.lab.check import distribution_tests
 from skipstone.lab.check.check import Checker, CheckReport, CheckScale, TieDetector
+from skipstone.models import recognition
 from tests.helpers import families
 from tests.helpers.broken_methods import METHODS, broken
 from tests.helpers.checking import run_probe
@@ -18,6 +21,7 @@ from tests.helpers.pairwise import slow_except
 from tests.helpers.support import alone, message
 
 SCALE = CheckScale(max_new_tokens=24, samples=200)
+LAYERS = "the layers, one by one, are transformers' own"
 PROMPTS = [prompt(length, seed=length) for length in (9, 14, 6, 11)]
 
 
@@ -38,7 +42,7 @@ def probed(method: Method, only: str, dtype: torch.dtype = torch.float32) -> Che
 
 def assert_right(report: CheckReport) -> None:
     assert report.passed, [finding.bugs for finding in report.findings]
-    assert len(report.findings) == (14 if library.missing() is None else 10)
+    assert len(report.findings) == (15 if library.missing() is None else 11)
     assert all(finding.tested for finding in report.findings)
     assert report.proves
     assert sum(finding.drafted for finding in report.findings) > 0
@@ -63,6 +67,15 @@ def test_a_lossy_method_is_found_out() -> None:
     assert not report.passed
     assert report.findings[0].bugs == [], "plain decoding is right"
     assert report.findings[1].bugs
+
+
+@pytest.mark.parametrize("known", [{"post_norm": True}, {"logits": ("multiply", "hidden_size")}])
+def test_a_family_that_is_known_wrongly_is_found_out(known: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probed(Autoregressive(), LAYERS).passed
+    known_family = recognition._known_family
+    monkeypatch.setattr(recognition, "_known_family", lambda config: replace(known_family(config), **known))
+    (bug, *_) = probed(Autoregressive(), LAYERS).findings[1].bugs
+    assert next(iter(known)) in bug
 
 
 FOUND_BY = {

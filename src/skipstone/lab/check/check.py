@@ -28,6 +28,7 @@ from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
+from skipstone.engines import agreement
 from skipstone.engines.choose_engine import attach
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import CPU, left_padded, on_device
@@ -40,6 +41,7 @@ from skipstone.lab.check import batch_invariance, distribution_tests
 from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
 from skipstone.lab.check.distribution_tests import TokenSample
 from skipstone.models.quantised_checkpoints import kernels
+from skipstone.models.recognition import derived_family, recognise
 from skipstone.models.torch_defaults import stable_defaults
 
 Options = Mapping[str, Any]  # of `model.generate`
@@ -249,6 +251,7 @@ class Checker:
         laws = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in law.items()), law) for law in LAWS]
         probes = [
             ("plain decoding" if self._quantize else "plain decoding is transformers' own", self.decode_plainly),
+            ("the layers, one by one, are transformers' own", self.verify_layers),
             ("greedy texts", self.greedy),
             ("greedy texts in a batch", self.batched),
             ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
@@ -288,6 +291,16 @@ class Checker:
         self.finding.note = "; ".join(f"{name}: {one}" for name, one in found.items())
 
     # ------------------------------------------------------------------------------------------------- greedy
+
+    def verify_layers(self) -> None:
+        """The family that is known of the model's type is the one that its forward shows, and its layers give that forward's
+        results."""
+        known, shown = recognise(self.model).family, derived_family(self.model)
+        differing = [name for name, value in vars(shown).items() if value != getattr(known, name)]
+        self.finding.tested, self.finding.unit = ModelRunner(self.model).depth, "layers"
+        if differing:
+            self.finding.bugs.append(f"the model's type is known to have another {', '.join(differing)} than its forward shows")
+        agreement.verify(self.model, ModelRunner(self.model))
 
     def decode_plainly(self) -> None:
         """Plain decoding, the reference of all other probes, against `model.generate`.
