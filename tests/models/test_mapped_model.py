@@ -111,7 +111,9 @@ def test_stored_weights_are_widened(stored: torch.dtype, tmp_path: Path) -> None
         families.mapped_from(tmp_path, torch.bfloat16 if stored == torch.float16 else torch.float16)
 
 
-@pytest.mark.parametrize("change", ["a weight missing", "a weight too many", "another shape", "other tied weights"])
+@pytest.mark.parametrize(
+    "change", ["a weight missing", "a weight too many", "another shape", "whole numbers", "other tied weights"]
+)
 def test_other_tensors_than_the_config_says_are_left_to_transformers(change: str, tmp_path: Path) -> None:
     model: Any = families.build("llama", tie_word_embeddings=change == "other tied weights")
     tensors = {name: one.detach().clone() for name, one in model.state_dict().items()}
@@ -119,8 +121,8 @@ def test_other_tensors_than_the_config_says_are_left_to_transformers(change: str
         del tensors["model.layers.1.mlp.up_proj.weight"]
     elif change == "a weight too many":
         tensors["model.layers.1.mlp.up_proj.bias"] = torch.zeros(64)
-    elif change == "another shape":
-        tensors["model.norm.weight"] = torch.zeros(31)
+    elif change in ("another shape", "whole numbers"):
+        tensors["model.norm.weight"] = torch.zeros(31) if change == "another shape" else torch.ones(32, dtype=torch.int8)
     else:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     model.config.save_pretrained(tmp_path)

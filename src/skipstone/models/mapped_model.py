@@ -264,4 +264,4 @@ def _stored_dtype(config: MappedConfig, files: WeightFiles) -> torch.dtype:
         if dtype not in DTYPES:
             raise UnmappableError(f"has the dtype {named!r}")
         return dtype
-    return next((one.dtype for one in map(files.__getitem__, files.names) if one.is_floating_point()), torch.float32)
+    return next((files[name].dtype for name in files.names if name in files), torch.float32)

@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import finalize
 
 import torch
@@ -46,28 +46,29 @@ class WeightFiles:
             [str(path), size, changed, hashlib.sha256(header).hexdigest()]
             for path, (_, size, changed), header in zip(self._paths, self._states, self._headers, strict=True)
         ]
-        files: list[Any] = [safe_open(path, "pt") for path in self._paths]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for path in self._paths:
+            safe_open(path, "pt")  # checks the header; its tensors would be read ahead from the disk
         self._places = {
             name: FilePlace(handle, LENGTH_BYTES + len(header) + about["data_offsets"][0])
             for handle, header in zip(self._handles, self._headers, strict=True)
             for name, about in json.loads(header).items()
-            if name in self._file_of
+            if name != "__metadata__"
         }
+        self._tensors = self.mapped()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor whose memory is the mapped file. KeyError for an unknown name."""
-        return self._file_of[name].get_tensor(name)
+        """A tensor whose memory is the mapped file. KeyError for an unknown name, and for a dtype that is not in DTYPES."""
+        return self._tensors[name]
 
     def place_of(self, name: str) -> FilePlace:
         """Where a tensor is. The descriptor is open as long as this object lives. KeyError for an unknown name."""
         return self._places[name]
 
-    def for_sampling(self) -> dict[str, Tensor]:
-        """The tensors of DTYPES in mappings of their own, which bring only those pages into memory that are read."""
+    def mapped(self) -> dict[str, Tensor]:
+        """The tensors of DTYPES in new mappings, which bring only those pages into memory that are read."""
         found = {}
         for handle, header in zip(self._handles, self._headers, strict=True):
             pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
@@ -82,7 +83,7 @@ class WeightFiles:
     @property
     def names(self) -> list[str]:
         """The names of all tensors."""
-        return list(self._file_of)
+        return list(self._places)
 
     def are_unwritten(self) -> bool:
         """Whether nobody has written into the mapped files. Other files may have taken their paths. Pages that are overwritten
