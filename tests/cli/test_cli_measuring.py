@@ -133,6 +133,10 @@ def test_every_candidate_has_a_line_and_the_next_run_begins_with_what_was_learnt
     (file,) = (cache / "auto").iterdir()
     assert str(file) in said.replace("\n", "")
     assert json.loads(file.read_text())["about"]["recommendation"] in said.replace("\n", " ")
+    if library.missing() is None:
+        (copy,) = (cache / "packed").iterdir()
+        assert "self_speculative, int4" in said
+        assert copy.suffix == ".panels"
     log = cache.parent / "steps.jsonl"
     text = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--method")
     succeed(*text, f"auto log={log}")

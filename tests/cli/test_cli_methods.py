@@ -81,8 +81,8 @@ FLAGS = {
     "check": f"""model {METHOD} --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed {ENGINE} --json""",
     "search": f"""model --budget-seconds --out --prompt --prompts --max-new-tokens --skip-ratio --num-speculative-tokens
         --picture {ENGINE} --seed""",
-    "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep {ENGINE}
-        --json""",
+    "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep
+        {GENERATION} --json""",
     "inspect": f"model --prompt --max-new-tokens --heads --replay --out {ENGINE} --json",
     "costs": f"model --batch --draft-model --again {ENGINE} --json",
     "demo": "model --json --svg --engine --quantize",

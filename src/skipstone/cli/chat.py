@@ -88,6 +88,7 @@ class Chat:
                 if sys.stdin is None or not sys.stdin.isatty():
                     raise
                 say("Ctrl-D or /quit ends the conversation; /save FILE writes it to a file.")
+        self.conversation.method.save_learned(self.conversation.model)
 
     def _take_turn(self) -> bool:
         """Read one line and do what it says. Returns whether it was the last one."""

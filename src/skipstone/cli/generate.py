@@ -161,6 +161,7 @@ def _load_and_decode(
     import torch
 
     from skipstone.cli.runs import RunInput, TokenPrinter, compare_with_plain, decode, run_document
+    from skipstone.engines.choose_engine import copies_of
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
     from skipstone.hf.generation_defaults import expect_usable_defaults
@@ -183,6 +184,8 @@ def _load_and_decode(
     else:
         printer.end(more=output.stats or output.explain or output.compare)
         _print_figures(job, resolved, run, comparison, output)
+    if copies_of(loaded):
+        resolved.save_learned(runner)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if run.interrupted:

@@ -25,6 +25,7 @@ from skipstone.cli import terminal
 from skipstone.decoding.draft import Step
 from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
+from skipstone.engines.choose_engine import copies_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
@@ -325,7 +326,7 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
     runner = ModelRunner(job.model)
     reason = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
     kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.engine_options.kv_dtype}"
-    lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}")
+    lines += [f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}", *method.notes(runner)]
     if job.is_sampled:
         lines.append(f"seed {job.seed}")
     warning = busy_warning(run.waited_share)
@@ -375,6 +376,7 @@ def run_document(model: str | None, job: RunInput, method: Method, run: Run, com
         "engine_reason": runner.engine_reason,
         "quantize": runner.engine.quantize,
         "kv_dtype": runner.engine_options.kv_dtype,
+        "extra_memory_bytes": sum(copies_of(runner.model).values()),
         "method": {"method": method.name, **method.settings},
         "lossless": method.lossless,
         **({} if method.lossless else {"mean_js_distance": mean_distances(method.report(job.model))}),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from skipstone.cli import terminal
-from skipstone.cli.option_groups import MethodOptions, ModelOptions, PromptOptions, encode_texts, expect_model
+from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, PromptOptions, encode_texts, expect_model
 from skipstone.cli.options import AS_JSON, option
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ def tune(
     temperature: float = option(0.0, "0 is greedy.", min=0.0),
     keep: bool = option(True, "Save the result, for `auto` in every later run."),
     *,
-    model: ModelOptions,
+    model: GenerationModelOptions,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Decode your own prompts with `auto`, say how fast every candidate is, and save the measurements for later runs."""
+    """Make the model's copy in int4, decode your own prompts with `auto`, say how fast every candidate is, and save copy and
+    measurements for later runs."""
     for text in method or ():
         MethodOptions(text).parse()
     texts = prompt.texts()
@@ -34,7 +35,7 @@ def tune(
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
-    from skipstone.methods.auto.saved_profile import save_profile
+    from skipstone.methods.auto.saved_profile import SavedPolicy, save_profile
 
     candidates = [resolve(text) for text in method or ()]
     loaded, tokenizer = model.load()
@@ -48,7 +49,7 @@ def tune(
         raise ValueError("nothing was decoded: every text ended with its first token")
     about = {"texts": result.texts, "speed_up": result.speed_up, "steady_speed_up": result.steady_speed_up}
     about |= {"recommendation": tuning.recommendation(result)}
-    path = save_profile(ModelRunner(loaded), result.policy, result.identities, about) if keep else None
+    path = save_profile(ModelRunner(loaded), SavedPolicy(result.policy, result.identities, about)) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": result.plain_seconds, "waited_share": watch.waited_share}

@@ -125,6 +125,13 @@ class Method(metaclass=_AcceptsAliases):
     def prepare_in_background(self, model: ModelRunner) -> None:
         """Begin work that makes later requests faster, in a process that waits for requests. It delays none."""
 
+    def save_learned(self, model: ModelRunner) -> None:
+        """Save what it has learnt about a model for later processes. Called while no request runs."""
+
+    def notes(self, model: ModelRunner) -> list[str]:
+        """Sentences for a user about how it ran on a model."""
+        return []
+
     def report(self, model: Any) -> dict[str, Any]:
         """What the method has learnt about a model across requests, as plain JSON values; empty if it learns nothing."""
         return method_report(self, None, model)

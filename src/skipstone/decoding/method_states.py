@@ -36,10 +36,16 @@ def method_state(method: Any, model: ModelRunner, rows: int, more: Any, make: Ca
     return _STATES.get(model.model, (method.unguarded, rows, str(model.device), str(model.dtype), engine, more), make)
 
 
-def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
-    """The report of the method's state with most steps on a model; empty before its first request.
+def known_state(method: Any, more: Any, model: Any) -> Any:
+    """The method's state with most steps on a model; None before its first request.
 
     more: as in `method_state`, None for any."""
     known = list(_STATES.known(unwrapped(model)).items())  # another thread may add one
     states = [state for key, state in known if key[0] == method.unguarded and (more is None or key[-1] == more)]
-    return max(states, key=lambda state: state.steps).report() if states else {}
+    return max(states, key=lambda state: state.steps, default=None)
+
+
+def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
+    """The report of `known_state`; empty without one."""
+    state = known_state(method, more, model)
+    return {} if state is None else state.report()

@@ -235,8 +235,9 @@ def prepare_model(model: Any, modules: int) -> PreparedModel:
 
 def copies_of(model: Any) -> dict[str, int]:
     """Bytes of a model's copies in fewer bits that exist in this process, by their quantisation."""
-    prepared = _PREPARED.get(model)
-    return {} if prepared is None else {name: engine.nbytes for name, engine in prepared.copies.items()}
+    prepared, own = _PREPARED.get(model), attached(model).quantize
+    copies = {} if prepared is None else prepared.copies
+    return {name: engine.nbytes for name, engine in copies.items() if name != own}
 
 
 def missing_room_for_copy(model: Any, quantize: str, max_bytes: int | None = None) -> str | None:

@@ -84,12 +84,17 @@ class ModelRunner(DecoderModel):
             raise ValueError(reason)
         drafting_model = copy(self)
         drafting_model.engine_options = replace(self.engine_options, engine="native", quantize=quantize)
-        with self.lock:
-            drafting_model.engine, _ = self._prepared.choose_engine(
-                drafting_model.engine_options, self.model, self.engine.version
-            )
+        drafting_model.engine = self.copy_in(quantize)
         drafting_model.dtype = drafting_model.engine.dtype
         return drafting_model
+
+    def copy_in(self, quantize: str) -> NativeEngine:
+        """The engine with the weights in fewer bits: made before, mapped from the disk's cache, or made now."""
+        options = replace(self.engine_options, engine="native", quantize=quantize)
+        with self.lock:
+            engine, _ = self._prepared.choose_engine(options, self.model, self.engine.version)
+        assert isinstance(engine, NativeEngine)
+        return engine
 
     def has_copy(self, quantize: str) -> bool:
         """Whether this process has a copy of the present weights in fewer bits."""
@@ -105,7 +110,8 @@ class ModelRunner(DecoderModel):
         """Make a copy of the weights in fewer bits on this thread, without the lock. pause: called between pieces."""
         engine = self._prepared.make_native(self.model, quantize, pause=pause)
         with self.lock:
-            self._prepared.add_copy(quantize, engine)
+            if not self.has_copy(quantize):  # which a request may have asked for meanwhile
+                self._prepared.add_copy(quantize, engine)
         return engine
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Metrics:
 
         self.running = create("Gauge", "num_requests_running", "Requests that have a row.")
         self.waiting = create("Gauge", "num_requests_waiting", "Requests that wait for a row.")
+        self.copies = create("Gauge", "extra_memory_bytes", "Copies of the weights that draft.")
         self._prompt_tokens = create("Counter", "prompt_tokens", "Tokens of prompts.")
         self._cached_tokens = create("Counter", "prefix_cache_hits", "Tokens of prompts with reused keys and values.")
         self._written_tokens = create("Counter", "generation_tokens", "Generated tokens.")

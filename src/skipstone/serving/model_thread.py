@@ -17,6 +17,8 @@ from skipstone.serving.scheduler import Scheduler
 POST_INTERVAL_SECONDS = 0.010
 """Time between two lists of events, which readers do not notice. Every list costs the interpreter's lock, and the next step of
 a small model waits for it. First tokens and ends of texts are posted at once."""
+IDLE_SECONDS = 10.0
+"""Time without requests after which what was learnt is saved."""
 THREAD_FAILED = "the model's thread has ended by an error: see the server's log"
 """The answer to every request after that."""
 
@@ -40,6 +42,7 @@ class ModelThread:
         self._steps: MethodSteps = []  # not posted yet
         self._last_post = 0.0  # in seconds of `time.monotonic`
         self._is_urgent = False  # whether the next events are posted at once
+        self._is_saved = True  # what was learnt
         self._draining = self._stopped = False
         self.is_alive = True  # until the thread ends by an error
         self._thread = threading.Thread(target=self._run_until_failure, name="skipstone-model", daemon=True)
@@ -104,16 +107,22 @@ class ModelThread:
         for pending in self.scheduler.requests:
             self._send(pending, RequestEnd(CANCELLED, "the server was stopped", 503))
         self._post_events()
+        self.scheduler.save_learned()
 
     def _receive(self, wait: bool, calls: bool = True) -> None:
         """Take what came in since the last step. wait: for the first item. calls: whether functions in the inbox are called."""
         while True:
             try:
-                item = self._inbox.get(block=wait)
+                item = self._inbox.get(block=wait, timeout=None if self._is_saved else IDLE_SECONDS)
             except queue.Empty:
-                return
+                if not wait:
+                    return
+                self.scheduler.save_learned()
+                self._is_saved = True
+                continue
             wait = False
             if isinstance(item, PendingRequest):
+                self._is_saved = False
                 self.scheduler.waiting.append(item)
             elif calls:
                 item()

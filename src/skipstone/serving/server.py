@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from skipstone.engines.choose_engine import copies_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import expect_usable_defaults
@@ -202,6 +203,7 @@ class Server:
         if (model_thread := self._model_thread) is not None:
             self.metrics.running.set(model_thread.scheduler.num_running)
             self.metrics.waiting.set(model_thread.scheduler.num_waiting)
+            self.metrics.copies.set(sum(copies_of(model_thread.scheduler.model.model).values()))
         for pending, event in events:
             unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
             if unread is not None:

@@ -5,6 +5,7 @@ greedy and sampled texts are those of plain decoding with the same seed, whateve
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.engines import background_copy
-from skipstone.engines.choose_engine import missing_room_for_copy
+from skipstone.engines.choose_engine import copies_of, missing_room_for_copy
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
@@ -43,6 +44,8 @@ from skipstone.utils.setup_times import setup_work
 
 COPY = "int4"
 """The quantisation of the copy that is a candidate."""
+PAYING_STEP_SECONDS = 0.003
+"""Plain steps from which on drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too much."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,31 @@ class Auto(Method):
     def _map_copy(self, model: ModelRunner) -> bool:
         has_room = missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None
         return has_room and model.map_copy(COPY)
+
+    def make_copy(self, model: ModelRunner) -> None:
+        """Make the copy of the weights now, if there is room, and write it to the disk's cache."""
+        if self.takes_copy(model) and missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None:
+            model.copy_in(COPY).cache_panels(model.model)
+
+    def save_learned(self, model: ModelRunner) -> None:
+        learned: Learned | None = method_states.known_state(self, None, model.model)
+        if not self.use_profile or self.profile is not None or learned is None or not learned.is_worth_saving:
+            return
+        learned.saved_steps = learned.steps
+        with suppress(OSError):  # the next process learns again
+            saved_profile.save_profile(model, learned.to_save())
+
+    def notes(self, model: ModelRunner) -> list[str]:
+        if not self.takes_copy(model):
+            return []
+        if copies := copies_of(model.model):
+            sizes = " and ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in copies.items())
+            return [f"copies of the weights for drafting, extra memory: {sizes}"]
+        is_long = self.report(model.model).get("plain_seconds", 0.0) >= PAYING_STEP_SECONDS
+        if not is_long or missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is not None:
+            return []
+        name = getattr(model.config, "name_or_path", "")
+        return [f"a copy of the weights in {COPY} would draft faster, and is missing: `skipstone tune {name}` makes it"]
 
     def prepare_in_background(self, model: ModelRunner) -> None:
         if self.takes_copy(model) and not model.has_copy(COPY):

@@ -16,6 +16,8 @@ from skipstone.utils.limits import SMALL_STATE_BYTES
 
 SETUP_SECONDS = 0.010
 """Expected time of setting up candidates: exit heads are read, or a copy of the weights is mapped from the disk's cache."""
+MIN_SAVED_STEPS = 64
+"""Steps that teach something which is worth a write to the disk."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Learned:
     """policies: by the number of rows that decode, because step times depend on it. saved: what an earlier process has saved.
     live: the number of rows now. identities: of drafters, by name. kept: continuations for recycling. steps, kinds: number of
     steps, in all and by drafter. plain_seconds: of the latest plain steps. is_limited: the budget's credit was adapted to the
-    time of a plain step. is_set_up: candidates that must be set up first were."""
+    time of a plain step. is_set_up: candidates that must be set up first were. saved_steps: steps at the last saving."""
 
     policies: dict[int, Policy]
     saved: SavedPolicy | None = None
@@ -69,6 +71,7 @@ class Learned:
     log: PolicyLog | None = None
     is_limited: bool = False
     is_set_up: bool = False
+    saved_steps: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -100,15 +103,20 @@ class Learned:
         policy = self.policy
         return policy.is_timed and policy.budget.remaining * policy.costs.plain.value >= SETUP_SECONDS
 
+    @property
+    def is_worth_saving(self) -> bool:
+        """Whether enough was learnt since the last saving."""
+        return self.steps - self.saved_steps >= MIN_SAVED_STEPS and self.policies[1].is_timed
+
     def to_save(self) -> SavedPolicy:
         """The policy of one row, with the drafters of the saved one that were not set up here."""
         if self.saved is None:
-            return SavedPolicy(self.policies[1], self.identities)
+            return SavedPolicy(self.policies[1], self.identities, {})
         policy, saved = copy.deepcopy(self.policies[1]), self.saved.policy
         policy.drafters = saved.drafters | policy.drafters
         for times in ("drafting", "schedules", "replays", "scoring"):
             setattr(policy.costs, times, getattr(saved.costs, times) | getattr(policy.costs, times))
-        return SavedPolicy(policy, self.saved.identities | self.identities)
+        return SavedPolicy(policy, self.saved.identities | self.identities, self.saved.about)
 
     def write_state(self) -> None:
         """Log all policies."""

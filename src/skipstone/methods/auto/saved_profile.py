@@ -35,10 +35,11 @@ class SavedProfile(SettingsPart):
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy from a file. identities: of its drafters, to tell drafters of one name apart."""
+    """A policy of a file. identities: of its drafters, to tell drafters of one name apart. about: notes for readers."""
 
     policy: Policy
     identities: dict[str, str]
+    about: dict[str, Any]
 
 
 def _setting_of(model: ModelRunner) -> dict[str, Any]:
@@ -73,12 +74,13 @@ def _place_of(model: ModelRunner) -> Path | None:
     return cache_place("auto", f"{digest([known, _setting_of(model)])}.json")
 
 
-def save_profile(model: ModelRunner, policy: Policy, identities: dict[str, str], about: dict[str, Any]) -> Path:
-    """Writes a policy. identities: by drafter, to tell drafters of one name apart. OSError if it cannot be written."""
+def save_profile(model: ModelRunner, saved: SavedPolicy) -> Path:
+    """Writes a policy. OSError if it cannot be written."""
     path = _place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
-    content = {"version": VERSION, "key": key_of(model), "about": about, "drafters": identities, "state": asdict(policy)}
+    content = {"version": VERSION, "key": key_of(model), "about": saved.about}
+    content |= {"drafters": saved.identities, "state": asdict(saved.policy)}
     write_json(path, content)
     return path
 
@@ -111,6 +113,6 @@ def read(path: Path, source: object = None) -> SavedProfile:
 
 def _policy_of(profile: SavedProfile, source: object) -> SavedPolicy:
     try:
-        return SavedPolicy(from_values(Policy, profile.state), profile.drafters)
+        return SavedPolicy(from_values(Policy, profile.state), profile.drafters, profile.about)
     except ValueError as error:
         raise ValueError(f"{source} is damaged: its state cannot be read ({error})") from error

@@ -1,0 +1,104 @@
+"""What `auto` has learnt, in files: kept for other processes and other sets of candidates."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skipstone import LayerSkip, PromptLookup, Recycle
+from skipstone.decoding import method_states
+from skipstone.decoding.request import Request
+from skipstone.engines.choose_engine import copies_of
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.methods.auto import auto, saved_profile
+from skipstone.methods.auto.auto import Auto, AutoDrafter
+from skipstone.methods.auto.learned import MIN_SAVED_STEPS
+from skipstone.policy.regret_budget import CREDIT, CREDIT_SECONDS
+from tests.helpers.machine import decode, llama, prompt
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path))
+    return tmp_path / "auto"
+
+
+def decoded(method: Auto, runner: ModelRunner, tokens: int = 3 * MIN_SAVED_STEPS) -> Any:
+    """What was learnt."""
+    decode(method, runner, [Request(prompt(9), tokens)])
+    return method_states.known_state(method, None, runner.model)
+
+
+def named(seed: int = 0) -> ModelRunner:
+    raw = llama(head=1.0, seed=seed)
+    raw.config.name_or_path = "some/model"
+    return ModelRunner(raw)
+
+
+def test_a_profile_serves_other_candidates_and_forgets_none(cache: Path) -> None:
+    first, second = (Auto((PromptLookup(), Recycle(), LayerSkip(exit))) for exit in (1, 2))
+    learned = decoded(first, named())
+    first.save_learned(named())
+    assert not cache.exists(), "another model has learnt nothing"
+    runner = named()
+    learned = decoded(first, runner)
+    first.save_learned(runner)
+    (path,) = cache.iterdir()
+    written = path.read_text()
+    first.save_learned(runner)
+    assert path.read_text() == written, "nothing new was learnt"
+    other = named()
+    began = AutoDrafter(second, other, 1, 64).learned
+    assert began.policy.position == learned.policy.position > 0
+    assert not began.policy.is_timed, "plain steps are timed again"
+    assert set(began.policy.drafters) == {"recycle", "layerskip, exit 2"}
+    decoded(second, other)
+    second.save_learned(other)
+    state = json.loads(path.read_text())
+    assert set(state["drafters"]) == {"layerskip, exit 1", "layerskip, exit 2"}
+    again = AutoDrafter(first, named(), 1, 64).learned
+    assert again.policy.drafters["layerskip, exit 1"].rate == learned.policy.drafters["layerskip, exit 1"].rate
+    assert again.policy.costs.drafting["layerskip, exit 1"] == learned.policy.costs.drafting["layerskip, exit 1"]
+
+
+def test_a_model_is_known_by_its_name_and_norms_without_reading_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, other = named(), named()
+    profile = saved_profile.SavedPolicy(AutoDrafter(Auto(), runner, 1, 64).learned.policy, {}, {"note": 1})
+    saved_profile.save_profile(runner, profile)
+    other.model.model.norm.weight.data += 1
+    monkeypatch.setattr(ModelRunner, "fingerprint", None)
+    assert saved_profile.load_profile(named()) == profile
+    assert saved_profile.load_profile(other) is None
+
+
+def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not a profile was saved."""
+    monkeypatch.setattr(AutoDrafter, "setup_seconds", lambda *_: 0.001)
+    runner, method = named(), Auto((PromptLookup(),))
+    for plain in (0.0001, 0.05):
+        learned = AutoDrafter(method, runner, 1, 64).learned
+        learned.is_limited = False
+        learned.policy.budget.overall = CREDIT
+        learned.policy.costs.plain.value = plain
+        learned.charge_setup(0.001)
+        assert learned.policy.budget.overall == pytest.approx(min(CREDIT, CREDIT_SECONDS / plain) - 0.001 / plain)
+    decoded(method, runner)
+    method.save_learned(runner)
+    again = AutoDrafter(method, named(), 1, 64)
+    assert again.learned.policy.position > 0
+    assert not again.learned.is_limited
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_it_says_what_copies_take_and_how_to_make_one_that_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, method = named(), Auto()
+    decoded(method, runner, 8)
+    assert method.notes(runner) == [], "such short steps gain little"
+    monkeypatch.setattr(auto, "PAYING_STEP_SECONDS", 0.0)
+    assert "`skipstone tune some/model` makes it" in method.notes(runner)[0]
+    assert Auto(max_extra_memory_bytes=10).notes(runner) == []
+    method.make_copy(runner)
+    nbytes = sum(copies_of(runner.model).values())
+    assert method.notes(runner) == [f"copies of the weights for drafting, extra memory: int4 {nbytes / 1e6:.0f} MB"]
