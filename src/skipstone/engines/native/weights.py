@@ -30,8 +30,10 @@ QUANTIZED = {"int8": 3, "int4": 4}
 """Types of quantised weights and their numbers in the C ABI."""
 QUANTIZED_HEAD = "int8"
 """Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
-CHUNK = 32 << 20
-"""Bytes of one allocation, which serves many matrices."""
+CHUNK = 128 << 20
+"""Bytes of one allocation, which serves many matrices. Its last used huge page is partly empty, so chunks are few."""
+TRIM_BYTES = 32 << 20
+"""Bytes of freed weights after which the allocator is asked to return memory to the system."""
 PIECE_WEIGHTS = 2 << 20
 """Weights that one thread packs between two pauses, in about 10 ms."""
 LANES = 16
@@ -84,7 +86,7 @@ class MemoryRelease:
         """Release the whole pages of a weight that is mapped from a file. Any other is freed with its last reference."""
         size = weight.numel() * weight.element_size()
         self._freed += size
-        if self._freed > CHUNK:
+        if self._freed > TRIM_BYTES:
             self.trim()
         if not weight.is_contiguous():
             return
