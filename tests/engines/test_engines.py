@@ -31,9 +31,9 @@ class Native(EagerEngine):
 
     name = "native"
 
-    def __init__(self, model: Any, facts: Any, quantize: str | None = None, keep_weights: bool = True) -> None:
+    def __init__(self, model: Any, facts: Any, quantize: str | None = None, keep_weights: bool = True, **_: Any) -> None:
         super().__init__(model, facts)
-        self.quantize = quantize
+        self.quantize, self.threads = quantize, 1
 
 
 @pytest.fixture(autouse=True)
