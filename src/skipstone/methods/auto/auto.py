@@ -44,6 +44,8 @@ from skipstone.utils.setup_times import setup_work
 
 COPY = "int4"
 """The quantisation of the copy that is a candidate."""
+RESERVE_SECONDS = 0.002
+"""The rest of the budget that is not spent on looking texts up and keeping continuations."""
 PAYING_STEP_SECONDS = 0.003
 """Plain steps from which on drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too much."""
 
@@ -351,15 +353,16 @@ class AutoDrafter(Drafter):
         return draft
 
     def _plan_host_work(self, has_room: bool) -> None:
-        """Whether texts are looked up and continuations kept now. Two plain steps of the budget are left to trials."""
+        """Whether texts are looked up and continuations kept now. A part of the budget is left to trials."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
+        has_reserve = remaining * policy.costs.plain.value >= RESERVE_SECONDS
         recycles, lookups = policy.current == RECYCLE, learned.lookups
         self._looks_up = self._keeps = False
         if remaining >= 0 and policy.is_timed and not (self._steps_left and self._decision.kind == PROBE):
             pays = self._decision.kind == LOOKUP and lookups.gain > lookups.spent
-            can_look_up = self.texts.looks_up and has_room and remaining >= 2
+            can_look_up = self.texts.looks_up and has_room and has_reserve
             self._looks_up = can_look_up and lookups.is_wanted(learned.steps, pays)
-            keeps = self.recycle is not None and (remaining >= 2 or recycles)
+            keeps = self.recycle is not None and (has_reserve or recycles)
             self._keeps = keeps and learned.keeping.is_wanted(learned.steps, recycles)
 
     def _decide(self, matches: list[int], has_room: bool) -> None:
