@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from skipstone.decoding.request import generation_options
 from skipstone.engines.mapped_loading import load_for_decoding
-from skipstone.lab.timing.machine import cpu
 from skipstone.utils.processor_watch import ProcessorWatch, busy_warning
 
 PROMPT, SEED = "The capital of France is", 7
@@ -50,6 +49,7 @@ def decode_once(model: str, method: str, tokens: int, mode: str, started: float)
         temperature = 0.0 if mode == "greedy" else 1.0
         options = generation_options(max_new_tokens=tokens, temperature=temperature, ignore_eos=True)
         ids = torch.tensor([tokenizer(PROMPT)["input_ids"]], dtype=torch.int64)
+        options["attention_mask"] = torch.ones_like(ids)
         called = last = time.perf_counter()
         for _ in skipstone.stream(loaded, ids, method, tokenizer=tokenizer, seed=SEED, **options):
             last = time.perf_counter()
@@ -76,6 +76,8 @@ def fill(cache: Path, model: str) -> None:
 
 def compare(asked: argparse.Namespace, folder: Path) -> list[float]:
     """Print a line for every combination. Returns the waited shares of all processes."""
+    from skipstone.lab.timing.machine import cpu  # which imports transformers; `skipstone generate` does not
+
     print(f"{cpu()}, {os.cpu_count()} processors, {asked.runs} processes of each; s from the start, and from the call\n")
     columns = [f"{since}, {side}" for since in ("start", "call") for side in ("plain", "method", "ratio")]
     print(f"| {' | '.join(['model', 'cache', 'tokens', 'mode', *columns, 'ms left'])} |\n|{' --- |' * 11}", flush=True)
