@@ -36,7 +36,7 @@ def prepare(runner: ModelRunner, method: Auto | None = None) -> threading.Thread
     return background_copy.make_in_background(runner, "int4")
 
 
-def has_copy_as_candidate(runner: ModelRunner, *, sets_up: bool = True) -> bool:
+def has_copy_as_candidate(runner: ModelRunner, *sets_up: str) -> bool:
     return any("int4" in one.spelled for one in Auto().methods(runner, sets_up=sets_up))
 
 
@@ -112,7 +112,7 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
         return ModelRunner(load_for_decoding(folder)[0])
 
     first, second, third = loaded(), loaded(), loaded()
-    assert not has_copy_as_candidate(first)
+    assert not has_copy_as_candidate(first, "int4")
     prepare(first).join(10)
     (entry,) = packed_cache.entries()
     assert entry.about["quantize"] == "int4"
@@ -121,11 +121,11 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
         raise AssertionError("weights are packed in a request")
 
     monkeypatch.setattr(weights.NativeWeights, "_pack", refuse)
-    assert not has_copy_as_candidate(second, sets_up=False), "it is mapped when the budget pays for that"
-    assert has_copy_as_candidate(second)
+    assert not has_copy_as_candidate(second), "it is mapped when the budget pays for that"
+    assert has_copy_as_candidate(second, "int4")
     assert panels(second.in_fewer_bits("int4")) == panels(first.in_fewer_bits("int4"))
     entry.path.write_bytes(entry.path.read_bytes()[:-1])
-    assert not has_copy_as_candidate(third)
+    assert not has_copy_as_candidate(third, "int4")
 
 
 PROGRAM = """

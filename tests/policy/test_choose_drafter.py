@@ -53,6 +53,14 @@ def test_plain_decoding_is_timed_first() -> None:
     assert (policy.is_timed, policy.costs.plain.value) == (True, pytest.approx(0.025))
 
 
+def test_the_first_steps_of_a_process_do_not_time_plain_decoding_while_they_become_faster() -> None:
+    policy = Policy(LearnedCosts(MeanTime(9.0)), {})
+    for seconds in (0.03, 0.02, 0.018, 0.015, 0.016, 0.0155):
+        assert not policy.is_timed
+        policy.observe(Decision(PLAIN), [StepResult(1.0, seconds)])
+    assert (policy.is_timed, policy.costs.plain.value) == (True, pytest.approx(0.0155))
+
+
 def test_the_drafter_with_the_best_rate_drafts_as_long_as_that_pays() -> None:
     """A further draft with survival S gains A S tokens for .21 plain steps."""
     policy = timed()
@@ -161,6 +169,17 @@ def test_a_trial_is_three_steps_of_which_the_last_is_timed_and_ends_at_once_if_i
         assert policy.costs.drafting["a"](2) == pytest.approx(after)
         assert policy.trial is None
         assert policy.drafters["a"].rate.steps == pytest.approx(len(times), rel=0.01)
+
+
+def test_the_first_steps_of_a_known_drafter_in_a_process_are_not_timed() -> None:
+    """A mapped copy of the weights comes into memory in its first step."""
+    policy = timed(current="a", exploration=0.0)
+    policy.costs.timed_at.pop("a")
+    policy.costs.drafting["a"] = LineTime(0.0, 0.25)
+    for drafting, is_timed in ((3.0, False), (0.8, False), (0.6, True)):
+        policy.observe(Decision("a", thresholds=(0.0,)), [StepResult(2.0, drafting + 1.02, 1, 1, 1, drafting, 1.02)])
+        assert ("a" in policy.costs.timed_at) == is_timed
+    assert policy.costs.drafting["a"](1) < 0.7
 
 
 def test_a_drafter_is_replayed_and_decodes_the_text_virtually() -> None:

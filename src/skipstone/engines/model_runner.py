@@ -13,6 +13,7 @@ from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, op
 from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import alone_after_fork, lock_of
+from skipstone.engines.native import packed_cache
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.decoder_model import DecoderModel, refuse_state, unwrapped
 from skipstone.models.fingerprint import fingerprint
@@ -100,6 +101,11 @@ class ModelRunner(DecoderModel):
         """Whether this process has a copy of the present weights in fewer bits."""
         engine = self._prepared.copies.get(quantize)
         return engine is not None and engine.is_current(self.engine.version)
+
+    def has_cached_copy(self, quantize: str) -> bool:
+        """Whether the disk's cache has a copy of the weights in fewer bits. It is not read."""
+        model = self.model
+        return isinstance(model, MappedModel) and model.caches_panels and packed_cache.has(model.files.identity, quantize)
 
     def map_copy(self, quantize: str) -> bool:
         """Take a copy of the weights in fewer bits from the disk's cache. Returns whether it has one."""

@@ -30,6 +30,7 @@ EXPLORATION_SHARE = 0.008  # of the time that exploration may lose: with .004 wr
 MAX_EXPLORATION = 4.0  # plain steps on the exploration account at first, and at most: a trial that fails costs up to three
 SPREAD = 1.5  # relative standard deviation of the tokens of one step, for the upper confidence bound of a rate
 REMEASURE_AFTER = 1000  # tokens after which a drafter is replayed, and timed, again
+STEADY = 1.05  # factor between the times of plain steps that are equally fast, but for noise
 TRIAL_STEPS = 3  # steps of a trial; only the last is timed, because the caches are cold before
 TRIAL_THRESHOLDS = (0.0, 0.0, *(0.5,) * (LOOKAHEAD - 2))  # of a trial: two drafts, and more while the drafter is sure
 COST_DOUBT = 4.0  # factor by which costs that were never measured here may be too high; its root for old measurements
@@ -228,9 +229,11 @@ class Policy:
         return plain._replace(kind=PROBE, reason=reason, steps=PROBE_STEPS, explores=True)
 
     def _wait(self, plain: Decision, amount: float) -> Decision:
-        """Plain steps until the budget covers an amount."""
+        """Plain steps until the budget covers an amount, and not fewer than CHOOSE_EVERY: a decision takes a part of what a few
+        steps add to the budget."""
         steps = self.budget.steps_until(amount, PLAIN_AT_ONCE if plain.current is None else WINDOW)
-        return plain._replace(reason="the regret budget is spent: plain until it recovers", steps=steps)
+        reason = "the regret budget is spent: plain until it recovers"
+        return plain._replace(reason=reason, steps=max(steps, CHOOSE_EVERY))
 
     def _draft(self, plain: Decision) -> Decision:
         name, price = plain.current, plain.price
@@ -244,6 +247,12 @@ class Policy:
         steps = STEPS_AT_ONCE if self.costs.measurements(name) >= WELL_KNOWN else 1
         decision = Decision(name, price, name, reason, thresholds, shared, tree=tree, steps=steps)
         return self._affordable(decision) or self._wait(plain, self._stake(name, 1))
+
+    @property
+    def awaited(self) -> float:
+        """Plain steps of the regret budget that the current drafter needs for a draft."""
+        is_idle = self.current in (None, RECYCLE) or self.drafters[self.current].is_hopeless
+        return 0.0 if is_idle else self._stake(self.current, 1)
 
     def _stake(self, kind: str, drafts: float) -> float:
         """Plain steps that a step loses if none of so many drafts is accepted."""
@@ -401,7 +410,7 @@ class Policy:
         the machine or a drafter caused surprises."""
         plain, steps, warm = self.costs.plain, result.steps, result.warm_steps
         if not self.is_timed:
-            plain.observe(result.seconds / steps)
+            self._time_plain(result.seconds / steps)
             return float(steps)
         excess = (result.seconds - warm * result.warm_seconds) / plain.value - (steps - warm)
         time = steps + min(max(excess, 0.0), COLD_LOSS * (steps - warm)) + result.fixed / plain.value
@@ -418,6 +427,14 @@ class Policy:
             self.drafters[decision.current].rate.add(self.position, steps, steps, steps)
         return time
 
+    def _time_plain(self, seconds: float) -> None:
+        """The first steps of a process become faster while its code and weights come into the caches. A step that is faster
+        than those before starts the timing again."""
+        plain = self.costs.plain
+        if seconds * STEADY < plain.value:
+            plain.measurements = 0
+        plain.observe(seconds)
+
     def _observe_drafting(self, decision: Decision, results: Sequence[StepResult], is_choice: bool) -> float:
         """After steps that drafted. Returns the charged time. is_choice: drafters were compared; only then are
         well-known costs learnt."""
@@ -425,7 +442,7 @@ class Policy:
         costs, taken = self.costs.of(kind), sum([one.seconds for one in results]) / self.costs.plain.value
         expected = sum([costs.step(one.passes, one.drafts + 1) for one in results])
         time = self._charged(taken, expected, preparing)
-        if not self._is_warming_up(decision, taken - expected > MAX_EXPLORATION) and not preparing:
+        if not self._is_warming_up(decision, len(results), taken - expected > MAX_EXPLORATION) and not preparing:
             self._watch(kind, taken / expected)
             is_routine = self.costs.measurements(kind) >= WELL_KNOWN and not self.surprises and not is_choice
             if abs(self.surprises) < 2 and not is_routine:
@@ -452,14 +469,16 @@ class Policy:
             return 2 * expected
         return min(time, expected + REQUEST_CREDIT)
 
-    def _is_warming_up(self, decision: Decision, is_slow: bool) -> bool:
-        """Whether this is an untimed step of a trial; one with its own schedule has none. A slow step ends the trial."""
+    def _is_warming_up(self, decision: Decision, steps: int, is_slow: bool) -> bool:
+        """Whether these are untimed steps of a trial, which a drafter's first steps in a process are, too. One with its own
+        schedule has none. A slow step ends the trial."""
         kind, has_schedule = decision.kind, decision.kind in self.costs.schedules
-        if not decision.explores or not (has_schedule or kind in self.costs.drafting):
+        is_trial = decision.explores or kind not in self.costs.timed_at
+        if not is_trial or not (has_schedule or kind in self.costs.drafting):
             return False
         name, left = self.trial or ("", 0)
-        left = (left if name == kind else TRIAL_STEPS) - 1
-        self.trial = (kind, left) if left and not is_slow else None
+        left = (left if name == kind else TRIAL_STEPS) - steps
+        self.trial = (kind, left) if left > 0 and not is_slow else None
         return self.trial is not None and not has_schedule
 
     def _watch(self, kind: str, factor: float) -> None:

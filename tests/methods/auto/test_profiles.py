@@ -15,7 +15,7 @@ from skipstone.engines.native import library
 from skipstone.methods.auto import auto, saved_profile
 from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import MIN_SAVED_STEPS
-from skipstone.policy.regret_budget import CREDIT, CREDIT_SECONDS
+from skipstone.policy.regret_budget import CREDIT, CREDIT_SECONDS, CREDIT_STEPS, REQUEST_CREDIT
 from tests.helpers.machine import decode, llama, prompt
 
 
@@ -83,7 +83,8 @@ def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_o
         learned.policy.budget.overall = CREDIT
         learned.policy.costs.plain.value = plain
         learned.charge_setup(0.001)
-        assert learned.policy.budget.overall == pytest.approx(min(CREDIT, CREDIT_SECONDS / plain) - 0.001 / plain)
+        credit = min(CREDIT_STEPS + CREDIT_SECONDS / plain, REQUEST_CREDIT)
+        assert learned.policy.budget.overall == pytest.approx(credit - 0.001 / plain)
     decoded(method, runner)
     method.save_learned(runner)
     again = AutoDrafter(method, named(), 1, 64)

@@ -66,6 +66,12 @@ def place_of(identity: Any, quantize: str) -> Path | None:
     return cache_place(FOLDER, digest([VERSION, identity, quantize], 32) + SUFFIX)
 
 
+def has(identity: Any, quantize: str) -> bool:
+    """Whether there is a file, which may be damaged."""
+    place = place_of(identity, quantize)
+    return place is not None and place.is_file()
+
+
 def read(identity: Any, quantize: str) -> CachedPanels | None:
     """The cached panels, mapped; None if there are none, or a file that is not whole or of something else."""
     place = place_of(identity, quantize)

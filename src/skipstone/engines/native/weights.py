@@ -312,7 +312,7 @@ class NativeWeights:
         """
         stored, kind = TYPES[weight.dtype], self._kind(weight, quantize)
         matrices, memory, rows = [], [], dense(weight, free=1)
-        for part in rows.split(sizes):
+        for part in rows.split(sizes) if len(sizes) > 1 else (rows,):
             outputs, inputs = part.shape
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
             memory.append(self._chunks.take(size))

@@ -264,9 +264,13 @@ def are_loaded(model: ModelRunner) -> bool:
 
 def bundled_name_for(model: ModelRunner) -> str | None:
     """The name of the first bundled heads of a model; None if there are none."""
+    return next((name for name, card in fitting_heads(model).items() if card.model == model.fingerprint), None)
+
+
+def fitting_heads(model: ModelRunner) -> dict[str, HeadsCard]:
+    """The cards of bundled heads, by name, for models of this size. The model's weights are not read."""
     shape = tuple(reversed(model.head.weight.shape))
-    fitting = {name: card for name, card in _bundled().items() if (card.hidden_size, card.vocab_size) == shape}
-    return next((name for name, card in fitting.items() if card.model == model.fingerprint), None)
+    return {name: card for name, card in _bundled().items() if (card.hidden_size, card.vocab_size) == shape}
 
 
 @cache

@@ -4,7 +4,7 @@
 greedy and sampled texts are those of plain decoding with the same seed, whatever is decided.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.adadecode.adadecode import AdaDecode
-from skipstone.methods.adadecode.heads import are_loaded, bundled_name_for
+from skipstone.methods.adadecode.heads import are_loaded, bundled_name_for, fitting_heads
 from skipstone.methods.auto import saved_profile
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
@@ -46,6 +46,8 @@ COPY = "int4"
 """The quantisation of the copy that is a candidate."""
 RESERVE_SECONDS = 0.002
 """The rest of the budget that is not spent on looking texts up and keeping continuations."""
+HEADS, HEADS_SECONDS, COPY_SECONDS = "heads", 0.010, 0.005
+"""Expected times of reading bundled exit heads, and of mapping a copy of the weights from the disk's cache."""
 PAYING_STEP_SECONDS = 0.003
 """Plain steps from which on drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too much."""
 
@@ -70,21 +72,32 @@ class Auto(Method):
         None, "for copies of the weights that draft; none: half of the free memory.", min_value=0
     )
 
-    def methods(self, model: ModelRunner, *, sets_up: bool = True) -> tuple[Method, ...]:
+    def methods(self, model: ModelRunner, *, sets_up: Container[str] = (HEADS, COPY)) -> tuple[Method, ...]:
         """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if there is such a copy,
-        and the model's own method if it is lossless. sets_up: exit heads and a copy on the disk are read now; otherwise they
-        are left out."""
+        and the model's own method if it is lossless. sets_up: what is read from the disk now if it was not before, HEADS and
+        COPY; the rest is left out."""
         if self.candidates is not None:
             return self.candidates
         methods: list[Method] = [PromptLookup()]
         if not model.family.recurrent:
             methods.append(Recycle())
-            if (sets_up or are_loaded(model)) and bundled_name_for(model) is not None:
+            if (HEADS in sets_up or are_loaded(model)) and bundled_name_for(model) is not None:
                 methods.append(AdaDecode())
-            if self.takes_copy(model) and (model.has_copy(COPY) or (sets_up and self._map_copy(model))):
+            if self.takes_copy(model) and (model.has_copy(COPY) or (COPY in sets_up and self._map_copy(model))):
                 methods.append(SelfSpeculative(draft_quantize=COPY))
         known = (Autoregressive, *map(type, methods))
         return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
+
+    def waiting(self, model: ModelRunner) -> dict[str, float]:
+        """What `methods` would read from the disk first, with the expected seconds."""
+        if self.candidates is not None or model.family.recurrent:
+            return {}
+        needed = {}
+        if self.takes_copy(model) and not model.has_copy(COPY) and model.has_cached_copy(COPY):
+            needed[COPY] = COPY_SECONDS
+        if not are_loaded(model) and fitting_heads(model):
+            needed[HEADS] = HEADS_SECONDS
+        return needed
 
     def takes_copy(self, model: ModelRunner) -> bool:
         """Whether a copy of the weights in fewer bits is or would be a candidate."""
@@ -125,7 +138,7 @@ class Auto(Method):
             background_copy.make_in_background(model, COPY, self.max_extra_memory_bytes)
 
     def takes_predictions(self, model: ModelRunner) -> bool:
-        return any(isinstance(one, PromptLookup) for one in self.methods(model))
+        return any(isinstance(one, PromptLookup) for one in self.methods(model, sets_up=()))
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)
@@ -148,7 +161,7 @@ class AutoDrafter(Drafter):
     """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
     def __init__(self, method: Auto, model: ModelRunner, rows: int, capacity: int) -> None:
-        began, methods = model.ranks.now(), method.methods(model, sets_up=False)
+        began, methods = model.ranks.now(), method.methods(model, sets_up=())
         self.method, self.model, self._size = method, model, (rows, capacity)
         recycle = next((one for one in methods if isinstance(one, Recycle)), None)
         self.learned = method_states.method_state(method, model, rows, None, lambda: self._first_learned(recycle is not None))
@@ -180,7 +193,7 @@ class AutoDrafter(Drafter):
         method, model = self.method, self.model
         is_read = method.use_profile or method.profile is not None
         saved = saved_profile.load_profile(model, method.profile) if is_read else None
-        learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, is_set_up=method.candidates is not None)
+        learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, waiting=method.waiting(model))
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
         return learned
@@ -245,7 +258,7 @@ class AutoDrafter(Drafter):
     def add_request(self, row: int, request: Request) -> None:
         """A copy of the weights that was made since the last request is a candidate from now on."""
         self._settle()
-        self._add_candidates(self.method.methods(self.model, sets_up=False))
+        self._add_candidates(self.method.methods(self.model, sets_up=()))
         for one in self._members:
             one.add_request(row, request)
         self.learned.lookups.begin_text(self.learned.steps)
@@ -271,8 +284,10 @@ class AutoDrafter(Drafter):
             return
         self._settle()
         self.learned.resize(sum(self.view.alive))
-        if not self.learned.is_set_up and self.learned.can_set_up():
-            self._set_up()
+        if self.learned.policy.is_timed and self.learned.policy.costs.plain.value < PAYING_STEP_SECONDS:
+            self.learned.waiting.pop(COPY, None)
+        if (name := self.learned.affordable_setup()) is not None:
+            self._set_up(name)
         rows = [row for row, alive in enumerate(self.view.alive) if alive and self.texts.uncopied[row] > 1]
         if not rows or not self._can_replay or not self.learned.policy.is_timed:
             return
@@ -282,11 +297,12 @@ class AutoDrafter(Drafter):
         if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
             self._replay(name, row, width, lag.get(name, 0))
 
-    def _set_up(self) -> None:
-        """Read what further candidates need from the disk. The budget pays for it."""
-        began, self.learned.is_set_up = self.model.ranks.now(), True
+    def _set_up(self, name: str) -> None:
+        """Read exit heads or a copy of the weights from the disk. The budget pays for it."""
+        began = self.model.ranks.now()
+        del self.learned.waiting[name]
         with setup_work("drafters"):
-            self._add_candidates(self.method.methods(self.model))
+            self._add_candidates(self.method.methods(self.model, sets_up=(name,)))
         self._setup_seconds, self._plain_in_a_row, self._ran_prompt = self.setup_seconds(began), 0, False
         self._charge_setup()
 
@@ -353,9 +369,11 @@ class AutoDrafter(Drafter):
         return draft
 
     def _plan_host_work(self, has_room: bool) -> None:
-        """Whether texts are looked up and continuations kept now. A part of the budget is left to trials."""
+        """Whether texts are looked up and continuations kept now. A part of the budget is left to trials, to a copy of the
+        weights that waits, or to the current drafter."""
         learned, policy, remaining = self.learned, self.learned.policy, self.learned.policy.budget.remaining
-        has_reserve = remaining * policy.costs.plain.value >= RESERVE_SECONDS
+        reserve = max(learned.waiting.get(COPY, 0.0), RESERVE_SECONDS)
+        has_reserve = learned.seconds_left >= reserve and remaining >= policy.awaited
         recycles, lookups = policy.current == RECYCLE, learned.lookups
         self._looks_up = self._keeps = False
         if remaining >= 0 and policy.is_timed and not (self._steps_left and self._decision.kind == PROBE):

@@ -11,11 +11,9 @@ from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.methods.recycle import AdjacencyMatrix
 from skipstone.policy.choose_drafter import CHOOSE_EVERY, MAX_EXPLORATION, PLAIN_AT_ONCE, RECYCLE, WINDOW, DrafterState, Policy
 from skipstone.policy.cost_model import FIRST_START, HOST, TABLE, LearnedCosts, LineTime, MeanTime
-from skipstone.policy.regret_budget import RegretBudget
+from skipstone.policy.regret_budget import CREDIT, RegretBudget
 from skipstone.utils.limits import SMALL_STATE_BYTES
 
-SETUP_SECONDS = 0.010
-"""Expected time of setting up candidates: exit heads are read, or a copy of the weights is mapped from the disk's cache."""
 MIN_SAVED_STEPS = 64
 """Steps that teach something which is worth a write to the disk."""
 
@@ -56,7 +54,8 @@ class Learned:
     """policies: by the number of rows that decode, because step times depend on it. saved: what an earlier process has saved.
     live: the number of rows now. identities: of drafters, by name. kept: continuations for recycling. steps, kinds: number of
     steps, in all and by drafter. plain_seconds: of the latest plain steps. is_limited: the budget's credit was adapted to the
-    time of a plain step. is_set_up: candidates that must be set up first were. saved_steps: steps at the last saving."""
+    time of a plain step. waiting: expected seconds of setting up further candidates, by what they need. saved_steps: steps at
+    the last saving."""
 
     policies: dict[int, Policy]
     saved: SavedPolicy | None = None
@@ -70,7 +69,7 @@ class Learned:
     plain_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=TABLE))
     log: PolicyLog | None = None
     is_limited: bool = False
-    is_set_up: bool = False
+    waiting: dict[str, float] = field(default_factory=dict)
     saved_steps: int = 0
 
     @property
@@ -94,14 +93,21 @@ class Learned:
         budget, plain = self.policy.budget, self.policy.costs.plain.value
         if not self.is_limited:
             self.is_limited = True
-            budget.limit_credit(plain)
+            budget.set_credit(plain)
         budget.charge(seconds / plain, 0.0)
         self.write_state()
 
-    def can_set_up(self) -> bool:
-        """Whether the budget covers setting up further candidates."""
-        policy = self.policy
-        return policy.is_timed and policy.budget.remaining * policy.costs.plain.value >= SETUP_SECONDS
+    @property
+    def seconds_left(self) -> float:
+        """The remaining budget."""
+        return self.policy.budget.remaining * self.policy.costs.plain.value
+
+    def affordable_setup(self) -> str | None:
+        """What the budget covers to set up further candidates; None for nothing. A drafter that pays keeps a part of it."""
+        if not self.policy.is_timed:
+            return None
+        kept = 0.0 if self.policy.current is None else CREDIT * self.policy.costs.plain.value
+        return next((name for name, seconds in self.waiting.items() if seconds <= self.seconds_left - kept), None)
 
     @property
     def is_worth_saving(self) -> bool:
@@ -164,14 +170,13 @@ class Learned:
 
 def first_policy(slack: float, recycles: bool, saved: SavedPolicy | None) -> Policy:
     """A policy without drafting models: what was saved, or guesses. Steps, and what is lost by them, count from now on."""
-    policy = Policy(LearnedCosts(MeanTime(0.0)), {})
+    policy, costs = Policy(LearnedCosts(MeanTime(0.0)), {}), LearnedCosts(MeanTime(0.0))
     if saved is not None:
-        policy, costs = copy.deepcopy(saved.policy), saved.policy.costs
-        policy.costs = LearnedCosts(MeanTime(0.0), costs.fixed, scoring={HOST: copy.deepcopy(costs.scoring[HOST])})
-    known, policy.drafters = policy.drafters, {}
-    if recycles:
-        policy.drafters[RECYCLE] = known.get(RECYCLE) or DrafterState()
-    return policy.renewed(budget=RegretBudget(slack), exploration=MAX_EXPLORATION, starts_request=True)
+        policy, known = saved.policy, saved.policy.costs
+        costs = LearnedCosts(MeanTime(0.0), known.fixed, scoring={HOST: known.scoring[HOST]})
+    drafters = {RECYCLE: policy.drafters.get(RECYCLE) or DrafterState()} if recycles else {}
+    changes = {"costs": costs, "drafters": drafters, "budget": RegretBudget(slack), "exploration": MAX_EXPLORATION}
+    return policy.renewed(**changes, current=None, starts_request=True)
 
 
 def _add_drafter(policy: Policy, name: str, candidate: Candidate, saved: Policy | None) -> None:
@@ -181,11 +186,11 @@ def _add_drafter(policy: Policy, name: str, candidate: Candidate, saved: Policy 
         "schedules": MeanTime(2.0) if candidate.draft_step is None else None,
         "replays": None if candidate.replay is None else MeanTime(2 * candidate.replay),
     }
-    known = copy.deepcopy(saved.costs) if saved is not None else LearnedCosts(MeanTime(0.0))
+    known = saved.costs if saved is not None else LearnedCosts(MeanTime(0.0))
     for times, guess in guesses.items():
         if guess is not None:
-            getattr(policy.costs, times)[name] = getattr(known, times).get(name, guess)
+            getattr(policy.costs, times)[name] = copy.deepcopy(getattr(known, times).get(name, guess))
     if name in known.scoring:
-        policy.costs.scoring[name] = known.scoring[name]
+        policy.costs.scoring[name] = copy.deepcopy(known.scoring[name])
     state = DrafterState() if saved is None else copy.deepcopy(saved.drafters[name])
     policy.drafters[name] = replace(state, searches=candidate.searches)
