@@ -251,8 +251,8 @@ class Policy:
     @property
     def awaited(self) -> float:
         """Plain steps of the regret budget that the current drafter needs for a draft."""
-        is_idle = self.current in (None, RECYCLE) or self.drafters[self.current].is_hopeless
-        return 0.0 if is_idle else self._stake(self.current, 1)
+        name = self.current
+        return 0.0 if name is None or name == RECYCLE or self.drafters[name].is_hopeless else self._stake(name, 1)
 
     def _stake(self, kind: str, drafts: float) -> float:
         """Plain steps that a step loses if none of so many drafts is accepted."""
