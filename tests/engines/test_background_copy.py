@@ -17,6 +17,7 @@ from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache, weights
 from skipstone.methods.auto.auto import Auto
+from skipstone.models.weight_files import WeightFiles
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt
 from tests.helpers.native import NATIVE_ONLY
@@ -33,7 +34,7 @@ def panels(runner: ModelRunner) -> list[bytes]:
 def prepare(runner: ModelRunner, method: Auto | None = None) -> threading.Thread:
     """The thread that makes the copy."""
     (method or Auto()).prepare_in_background(runner)
-    return background_copy.make_in_background(runner, "int4")
+    return background_copy._THREADS.known(runner.model)["int4"]
 
 
 def has_copy_as_candidate(runner: ModelRunner, *sets_up: str) -> bool:
@@ -90,10 +91,15 @@ def test_a_running_drafter_takes_the_copy_with_its_next_request() -> None:
 
 def test_too_little_memory_is_no_reason_to_fail_but_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = (ModelRunner(llama(), "native") for _ in range(2))
-    prepare(one, Auto(max_extra_memory_bytes=1000)).join(10)
-    monkeypatch.setattr(choose_engine, "available_memory_bytes", lambda: 1000)
-    prepare(other).join(10)
+    (thread := prepare(one, Auto(max_extra_memory_bytes=1000))).join(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(choose_engine, "available_memory_bytes", lambda: 1000)
+        prepare(other).join(10)
     assert (choose_engine.copies_of(one.model), choose_engine.copies_of(other.model)) == ({}, {})
+    (again := prepare(one)).join(10)
+    assert again is not thread
+    assert list(choose_engine.copies_of(one.model)) == ["int4"]
+    assert prepare(one) is again, "there is a copy now"
 
 
 @pytest.fixture
@@ -126,6 +132,42 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
     assert panels(second.in_fewer_bits("int4")) == panels(first.in_fewer_bits("int4"))
     entry.path.write_bytes(entry.path.read_bytes()[:-1])
     assert not has_copy_as_candidate(third, "int4")
+
+
+def test_a_copy_is_written_in_pieces_and_mapped_without_the_model_s_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_cache, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(packed_cache, "FLUSH_BYTES", 3000)
+    one, other = (ModelRunner(load_for_decoding(folder)[0]) for _ in range(2))
+    pauses = list[int]()
+    engine = one.copy_in("int4")
+    assert engine.cache_panels(one.model, lambda: pauses.append(1))
+    assert len(pauses) > len(panels(one.in_fewer_bits("int4")))
+    (entry,) = packed_cache.entries()
+    assert packed_cache.damaged(entry) == []
+    mapped, own = threading.Event(), choose_engine.PreparedModel.map_copy
+
+    def map_copy(*arguments: Any) -> Any:
+        engine = own(*arguments)
+        mapped.set()
+        return engine
+
+    monkeypatch.setattr(choose_engine.PreparedModel, "map_copy", map_copy)
+    with other.lock:
+        thread = prepare(other)
+        assert mapped.wait(10)
+        assert not other.has_copy("int4")
+    thread.join(10)
+    assert other.has_copy("int4")
+
+
+def test_a_copy_of_a_checkpoint_that_was_replaced_meanwhile_is_not_cached(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = ModelRunner(load_for_decoding(folder)[0])
+    monkeypatch.setattr(WeightFiles, "is_current", lambda _: False)
+    prepare(runner).join(10)
+    assert runner.has_copy("int4")
+    assert [one.message.split(":")[0] for one in caplog.records] == ["the copy in int4 is not in the disk's cache"]
 
 
 PROGRAM = """

@@ -10,10 +10,10 @@ import os
 import sys
 import threading
 from contextlib import suppress
-from weakref import WeakKeyDictionary
 
 from skipstone.engines.choose_engine import missing_room_for_copy
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.models.per_model_cache import PerModelCache
 
 WAIT_SECONDS = 0.25
 """Time between two looks whether requests have ended."""
@@ -50,7 +50,10 @@ class CopyThread(threading.Thread):
             logger.info("no copy for drafting: %s", reason)
             return
         engine = model.make_copy(quantize, self._pause)
-        engine.cache_panels(model.model, self._pause)
+        try:
+            engine.cache_panels(model.model, self._pause)
+        except ValueError as error:
+            logger.warning("the copy in %s is not in the disk's cache: %s", quantize, error)
 
     def _pause(self) -> None:
         """Wait while requests run. SystemExit, which ends a thread quietly, at the end of the process."""
@@ -75,16 +78,19 @@ def take_lowest_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_NICENESS)
 
 
-_THREADS: WeakKeyDictionary[object, CopyThread] = WeakKeyDictionary()
+_THREADS: PerModelCache[CopyThread] = PerModelCache()
+"""The latest thread for each model and quantisation."""
 
 
 def make_in_background(model: ModelRunner, quantize: str, max_bytes: int | None = None) -> CopyThread:
-    """The thread that makes a copy of a model's weights; the first call for a model starts it."""
-    thread = _THREADS.get(model.model)
-    if thread is None:
-        thread = _THREADS[model.model] = CopyThread(model, quantize, max_bytes)
+    """The thread that makes a copy of a model's weights. It is started if none runs and there is no copy."""
+
+    def start() -> CopyThread:
+        thread = CopyThread(model, quantize, max_bytes)
         thread.start()
-    return thread
+        return thread
+
+    return _THREADS.get(model.model, quantize, start, lambda thread: thread.is_alive() or model.has_copy(quantize))
 
 
 def is_interactive() -> bool:

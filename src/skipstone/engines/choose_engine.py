@@ -159,7 +159,7 @@ class PreparedModel:
                 raise ValueError(f"engine='native' cannot run this model: {reason}; take engine='auto' or 'eager'")
             quantize = options.quantize if options.quantizes else None
             with setup_work(f"{quantize} copy" if quantize else "packed weights"):
-                mapped = None if quantize is None else self._map_copy(quantize, model)
+                mapped = None if quantize is None else self.map_copy(quantize, model)
                 return mapped or self.make_native(model, quantize, options.keep_weights is not False), None
         if reason is None:
             return self.choose_engine(EngineOptions("native").over(options), model, version)
@@ -176,27 +176,20 @@ class PreparedModel:
     @property
     def _native_threads(self) -> int | None:
         """The number of threads of the native engine that was made first."""
-        return next((engine.threads for engine, _ in self.engines.values() if isinstance(engine, NativeEngine)), None)
+        return next((engine.threads for engine, _ in list(self.engines.values()) if isinstance(engine, NativeEngine)), None)
 
     @property
     def copies(self) -> dict[str, NativeEngine]:
-        """The native engines with quantised weights, by their quantisation."""
-        made = [engine for engine, _ in self.engines.values() if isinstance(engine, NativeEngine)]
+        """The native engines with quantised weights, by their quantisation. Any thread may ask."""
+        made = [engine for engine, _ in list(self.engines.values()) if isinstance(engine, NativeEngine)]
         return {engine.quantize: engine for engine in made if engine.quantize is not None}
 
     def add_copy(self, quantize: str, engine: NativeEngine) -> None:
         """Keep a native engine with quantised weights."""
         self.engines["native", quantize] = engine, None
 
-    @setup_work("copy from the cache")
-    def map_copy(self, quantize: str, model: Any) -> bool:
-        """Keep a native engine with quantised weights from the disk's cache. Returns whether there are any."""
-        engine = self._map_copy(quantize, model)
-        if engine is not None:
-            self.add_copy(quantize, engine)
-        return engine is not None
-
-    def _map_copy(self, quantize: str, model: Any) -> NativeEngine | None:
+    def map_copy(self, quantize: str, model: Any) -> NativeEngine | None:
+        """A native engine with quantised weights from the disk's cache, which is not kept; None if it has none."""
         if not isinstance(model, MappedModel) or not model.caches_panels:
             return None
         if (cached := packed_cache.read(model.files.identity, quantize)) is None:

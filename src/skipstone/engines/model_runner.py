@@ -20,6 +20,7 @@ from skipstone.models.fingerprint import fingerprint
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass, SkipSet
 from skipstone.models.weight_version import model_version
+from skipstone.utils.setup_times import setup_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -107,18 +108,24 @@ class ModelRunner(DecoderModel):
         model = self.model
         return isinstance(model, MappedModel) and model.caches_panels and packed_cache.has(model.files.identity, quantize)
 
+    @setup_work("copy from the cache")
     def map_copy(self, quantize: str) -> bool:
         """Take a copy of the weights in fewer bits from the disk's cache. Returns whether it has one."""
-        with self.lock:
-            return self._prepared.map_copy(quantize, self.model)
+        engine = self._prepared.map_copy(quantize, self.model)
+        if engine is not None:
+            self._keep_copy(quantize, engine)
+        return engine is not None
 
     def make_copy(self, quantize: str, pause: Callable[[], None]) -> NativeEngine:
         """Make a copy of the weights in fewer bits on this thread, without the lock. pause: called between pieces."""
         engine = self._prepared.make_native(self.model, quantize, pause=pause)
+        self._keep_copy(quantize, engine)
+        return engine
+
+    def _keep_copy(self, quantize: str, engine: NativeEngine) -> None:
         with self.lock:
             if not self.has_copy(quantize):  # which a request may have asked for meanwhile
                 self._prepared.add_copy(quantize, engine)
-        return engine
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, n] ids and positions -> [B, n, d], the states that enter layer 0."""

@@ -117,7 +117,7 @@ class NativeEngine(Engine):
 
     def cache_panels(self, model: Any, pause: Callable[[], None] = lambda: None) -> bool:
         """Write quantised panels to the disk's cache, if they do not come from it. Returns whether they are there: only a
-        mapped model has a place. pause: called before each matrix.
+        mapped model has a place. pause: called between pieces of the work.
 
         ValueError if the checkpoint has changed since it was opened."""
         if self.quantize is None or not isinstance(model, MappedModel) or not model.caches_panels:

@@ -32,6 +32,8 @@ LIMIT_VARIABLE = "SKIPSTONE_PACKED_BYTES"
 LIMIT_BYTES = 32 << 30  # its default: six models of 8B in int4
 DISK_RESERVE_BYTES = 1 << 30  # that stay free on the disk
 STALE_SECONDS = 24 * 3600  # age of a file that a killed process was writing
+PIECE_BYTES = 4 << 20  # that are written between two pauses
+FLUSH_BYTES = 64 << 20  # that are written between two flushes, so that none takes long
 
 
 class Entry(NamedTuple):
@@ -89,7 +91,7 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
 
 def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Callable[[], None] = lambda: None) -> bool:
     """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
-    cause one warning. pause: called before each of them."""
+    cause one warning. pause: called before each piece of them."""
     place, size = place_of(identity, quantize), sum(len(one) + 64 for one in panels)
     try:
         if place is None:
@@ -100,8 +102,7 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Calla
         try:
             with os.fdopen(handle, "wb") as file:
                 _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels, pause)
-                file.flush()
-                os.fsync(file.fileno())
+                _flush(file)
             os.replace(hidden, place)
         finally:
             Path(hidden).unlink(missing_ok=True)
@@ -112,15 +113,27 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Calla
 
 
 def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]", pause: Callable[[], None]) -> None:
-    matrices = []
+    matrices, flushed = [], 0
     for one in panels:
-        pause()
         data: Any = one.numpy()
-        matrices.append((file.tell(), len(one), zlib.crc32(data)))
-        file.write(data)
+        begin, checksum = file.tell(), 0
+        for first in range(0, len(data), PIECE_BYTES):
+            pause()
+            piece = data[first : first + PIECE_BYTES]
+            checksum = zlib.crc32(piece, checksum)
+            file.write(piece)
+            if file.tell() - flushed >= FLUSH_BYTES:
+                _flush(file)
+                flushed = file.tell()
+        matrices.append((begin, len(one), checksum))
         file.write(b"\0" * (-len(one) % 64))
     index = json.dumps(about | {"size": file.tell(), "matrices": matrices}).encode()
     file.write(index + END.pack(len(index), zlib.crc32(index), MARK))
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _index(path: Path) -> dict[str, Any]:
