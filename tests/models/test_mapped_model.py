@@ -17,6 +17,7 @@ from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.layer_variants import LAYER_VARIANTS
 from skipstone.models.mapped_config import ALWAYS_NAME_KEY_HEADS, DEFAULTS, MappedConfig, UnmappableError
+from skipstone.models.mapped_model import OverwrittenCheckpointError
 from skipstone.models.passes import Pass
 from skipstone.utils import progress
 from tests.helpers import families
@@ -144,7 +145,7 @@ def test_a_checkpoint_that_is_overwritten_is_refused_at_the_next_request(change:
         assert not model.files.is_current()
         return
     path.write_bytes(data if change == "written into" else data[:-1000])
-    with pytest.raises(ValueError, match="was overwritten while it was in use: load it again"):
+    with pytest.raises(OverwrittenCheckpointError, match="was overwritten while it was in use: load it again"):
         ModelRunner(model)
 
 

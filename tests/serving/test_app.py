@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import skipstone
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.methods.auto.auto import Auto
 from skipstone.serving.api_schemas import CompletionBody
-from skipstone.serving.request_parser import SERVER_SETTINGS
+from skipstone.serving.request_parser import SERVER_SETTINGS, RequestParser
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers.hostile import nested
@@ -165,6 +167,7 @@ def test_any_object_and_what_is_no_schema(nano: InThread) -> None:
         ({"prompt": "a", "speculative": "speculative draft_device=cpu:7"}, "load models"),
         ({"prompt": "a", "speculative": "auto candidates='speculative draft_dtype=float16'"}, "load models"),
         ({"prompt": "a", "speculative": "prompt_lookup prompt_lookup_max=100000"}, "at most 64"),
+        ({"prompt": "a", "speculative": "auto max_extra_memory_bytes=1000"}, "limit memory, are the server's"),
         ({"prompt": [99999999], "stream": True}, "out of range"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream=true"),
         ({}, "prompt"),
@@ -180,6 +183,15 @@ def test_every_setting_that_names_a_file_or_a_model_is_the_server_s() -> None:
     settings = [one for method in skipstone.METHODS.values() for one in fields(method)]
     names = {one.name for one in settings if re.search("file|folder|path|hub", str(dict(one.metadata)))}
     assert names == set(SERVER_SETTINGS)
+
+
+def test_a_request_for_auto_has_the_server_s_limit_of_memory(loaded: Any) -> None:
+    model, tokenizer = loaded
+    parser = RequestParser(ModelRunner(model), tokenizer, Auto(max_extra_memory_bytes=1000), 128)
+    for wanted in ("auto", {"method": "auto", "slack": 0.1}):
+        method = parser.parse_method(wanted)
+        assert isinstance(method, Auto)
+        assert method.max_extra_memory_bytes == 1000
 
 
 def test_other_mistakes_have_their_own_status(nano: InThread) -> None:

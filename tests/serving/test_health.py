@@ -1,20 +1,25 @@
 """What is said when the model's thread dies: nobody waits for ever, and /health tells. And of what it dies."""
 
 import json
+import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import skipstone
+from skipstone.assets import NANO
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
+from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
 from skipstone.serving.admission import AdmissionLimits
@@ -92,6 +97,24 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
         assert len(taken) >= count
         assert (model_thread.scheduler.num_running, model_thread.scheduler.num_waiting) == (0, 0)
         assert model_thread.stop()
+
+
+def test_a_server_whose_checkpoint_is_overwritten_needs_a_new_process(tmp_path: Path) -> None:
+    """Until then, its gauge counts the copies that were made while no request ran."""
+    shutil.copytree(NANO, tmp_path / "model", dirs_exist_ok=True)
+    model, tokenizer = load_for_decoding(tmp_path / "model")
+    server, calls = Server(lambda: (model, tokenizer), ServerSettings(max_num_seqs=1, drain_seconds=5)), list[str]()
+    server.failed = lambda: calls.append(server.health[0])
+    with without_socket(server) as client:
+        nbytes = ModelRunner(model).copy_in("int4").nbytes
+        (line,) = [one for one in client.get("/metrics").text.splitlines() if one.startswith("skipstone:extra_memory_bytes")]
+        assert float(line.split()[-1]) == nbytes
+        os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
+        for _ in range(2):
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+            assert (answer.status_code, "was overwritten" in answer.json()["error"]["message"]) == (503, True)
+        health = client.get("/health")
+        assert (health.status_code, "was overwritten" in health.json()["reason"], calls) == (503, True, ["failed"])
 
 
 CUDA = "CUDA error: an illegal memory access was encountered"

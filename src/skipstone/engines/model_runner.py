@@ -55,6 +55,7 @@ class ModelRunner(DecoderModel):
         None: the setting of `load` or `enable` for this model, else the environment's, else "auto", "none" and "float32".
 
         ValueError if "native" or quantised weights are requested and the native engine cannot run the model.
+        OverwrittenCheckpointError as in `MappedModel.expect_unwritten_files`.
         """
         inner = self._kept_alive = unwrapped(model)
         alone_after_fork()

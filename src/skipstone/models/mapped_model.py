@@ -106,6 +106,10 @@ def family_of(config: Any, kinds: list[str]) -> Family:
     )
 
 
+class OverwrittenCheckpointError(OSError):
+    """A mapped checkpoint has other values than when it was loaded."""
+
+
 class MappedModel(nn.Module):
     """A causal language model without transformers. UnmappableError if the files have other tensors than the config says.
 
@@ -138,9 +142,11 @@ class MappedModel(nn.Module):
         self.eval()
 
     def expect_unwritten_files(self) -> None:
-        """ValueError if the checkpoint was overwritten while it was mapped: embeddings and later copies are read from it."""
+        """OverwrittenCheckpointError if the checkpoint was overwritten while it was mapped: embeddings and later copies are
+        read from it."""
         if not self.files.are_unwritten():
-            raise ValueError(f"the checkpoint {self.config.name_or_path} was overwritten while it was in use: load it again")
+            name = self.config.name_or_path
+            raise OverwrittenCheckpointError(f"the checkpoint {name} was overwritten while it was in use: load it again")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -161,7 +161,7 @@ def _add_status_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type=server.metrics.content_type)
+        return Response(server.metrics_text(), media_type=server.metrics.content_type)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

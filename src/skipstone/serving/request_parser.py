@@ -21,6 +21,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.api import chat_text, token_ids
 from skipstone.hf.build_request import build_request
 from skipstone.hf.generate_call import resolve_for
+from skipstone.methods.auto.auto import Auto
 from skipstone.serving.api_schemas import ChatBody, CompletionBody, GenerationBody, Message, TokenizeBody, joined
 from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
@@ -33,6 +34,8 @@ SERVER_SETTINGS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
 """Method settings that name files or models. Only the server may choose them."""
 DRAFT_MODEL_SETTINGS = ("draft_device", "draft_dtype")
 """Method settings of draft models. Each of their values loads one more model."""
+MEMORY_SETTING = "max_extra_memory_bytes"
+"""Setting of `auto` that all its requests take from the server's method."""
 MAX_CHAT_DEPTH = 100
 """Nesting of what a chat template gets. A recursive template would run out of stack."""
 MAX_TOKEN_CHARACTERS = 64
@@ -132,6 +135,8 @@ class RequestParser:
             wanted = "autoregressive"
         method = resolve_for(self.model.model, wanted)
         self._check_settings(method)
+        if isinstance(method, Auto) and isinstance(self.default_method, Auto):
+            method = replace(method, **{MEMORY_SETTING: getattr(self.default_method, MEMORY_SETTING)})
         method.check(self.model)
         return method
 
@@ -140,8 +145,9 @@ class RequestParser:
         usual = resolve_for(self.model.model, method.name)
         for one in fields(method):
             value = getattr(method, one.name)
-            if one.name in (*SERVER_SETTINGS, *DRAFT_MODEL_SETTINGS) and value != getattr(usual, one.name):
-                raise ValueError("speculative: settings that name files or models, or load models, are the server's (--method)")
+            if one.name in (*SERVER_SETTINGS, *DRAFT_MODEL_SETTINGS, MEMORY_SETTING) and value != getattr(usual, one.name):
+                what = "settings that name files or models, load models, or limit memory"
+                raise ValueError(f"speculative: {what}, are the server's (--method)")
             most = max(MAX_SETTING, one.default if isinstance(one.default, int) else 0)
             if isinstance(value, int) and value > most:
                 raise ValueError(f"speculative: {one.name} is at most {most} in a request, found {value}")

@@ -15,6 +15,7 @@ from skipstone.engines.choose_engine import copies_of
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import expect_usable_defaults
+from skipstone.models.mapped_model import OverwrittenCheckpointError
 from skipstone.serving.admission import RETRY_AFTER_SECONDS, AdmissionLimits, with_room_for
 from skipstone.serving.api_schemas import ChatBody, GenerationBody
 from skipstone.serving.completions_api import Choice, Completion, Update, Updates
@@ -54,8 +55,8 @@ class Server:
     """A model that answers bodies.
 
     load: returns model and tokenizer; is called in a thread. state: "loading", "ready", "failed" or "stopping". became_ready:
-    is called on the event loop when requests are taken. failed: is called there if the model could not be loaded or its thread
-    has ended."""
+    is called on the event loop when requests are taken. failed: is called there if the model could not be loaded, its thread
+    has ended, or its checkpoint was overwritten."""
 
     def __init__(self, load: Load, settings: ServerSettings) -> None:
         self.settings, self._load = settings, load
@@ -63,6 +64,7 @@ class Server:
         self.failed: Callable[[], None] = lambda: None
         self.state = "loading"
         self.failure: Exception | None = None  # why the model could not be loaded
+        self._state_messages = dict(STATE_MESSAGES)
         self.metrics = Metrics(settings.name)
         self._text_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-texts")
         self._schema_thread = ThreadPoolExecutor(1, thread_name_prefix="skipstone-schemas")
@@ -140,10 +142,11 @@ class Server:
 
     @property
     def health(self) -> tuple[str, str]:
-        """(state, message). The state is "failed" once the model's thread has ended; the message is "" if texts are written."""
+        """(state, message). The state is "failed" once the model's thread has ended or its checkpoint was overwritten; the
+        message is "" if texts are written."""
         if self.state != "stopping" and self._model_thread is not None and not self._model_thread.is_alive:
             return "failed", THREAD_FAILED
-        return self.state, STATE_MESSAGES.get(self.state, "")
+        return self.state, self._state_messages.get(self.state, "")
 
     @property
     def model_thread(self) -> ModelThread:
@@ -166,11 +169,22 @@ class Server:
             raise RequestError(404, f"there is no model {name[:100]!r} here, but {self.settings.name!r}")
 
     async def parse(self, function: Callable[..., Found], *args: Any, thread: ThreadPoolExecutor | None = None) -> Found:
-        """Call a function with what a client sent, by default in the thread for texts. A ValueError is the client's mistake."""
+        """Call a function with what a client sent, by default in the thread for texts. A ValueError is the client's mistake.
+        After an OverwrittenCheckpointError the server answers nothing any more."""
         try:
             return await self._loop.run_in_executor(thread or self._text_thread, function, *args)
         except ValueError as error:
             raise RequestError(400, str(error)) from None
+        except OverwrittenCheckpointError as error:
+            self._state_messages["failed"] = str(error)
+            self._end_service()
+            raise RequestError(503, str(error)) from None
+
+    def _end_service(self) -> None:
+        """Only a new process helps."""
+        if self.state == "ready":
+            self.state = "failed"
+            self.failed()
 
     async def _grammar(self, body: GenerationBody) -> Grammar | None:
         """The grammar of a body, compiled in a thread of its own, so that only requests with a schema wait for it."""
@@ -203,16 +217,20 @@ class Server:
         if (model_thread := self._model_thread) is not None:
             self.metrics.running.set(model_thread.scheduler.num_running)
             self.metrics.waiting.set(model_thread.scheduler.num_waiting)
-            self.metrics.copies.set(sum(copies_of(model_thread.scheduler.model.model).values()))
         for pending, event in events:
             unread = self._queues.pop(pending, None) if isinstance(event, RequestEnd) else self._queues.get(pending)
             if unread is not None:
                 unread.put(pending, event)
         while (slow := largest_beyond_limit(self._unread)) is not None:
             self._drop(slow)
-        if model_thread is not None and not model_thread.is_alive and self.state == "ready":
-            self.state = "failed"
-            self.failed()
+        if model_thread is not None and not model_thread.is_alive:
+            self._end_service()
+
+    def metrics_text(self) -> bytes:
+        """All counters in Prometheus' format."""
+        if self._model_thread is not None:
+            self.metrics.copies.set(sum(copies_of(self._model_thread.scheduler.model.model).values()))
+        return self.metrics.text()
 
     def _drop(self, unread: UnreadEvents) -> None:
         """Cancel an answer that its client does not read."""
