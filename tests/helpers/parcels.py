@@ -69,7 +69,8 @@ def tuned_file(cache: Path, about: dict[str, Any]) -> Path:
     *_, found = tune(model.model, [prompt(9)], (), 1.0, {"max_new_tokens": 24, "do_sample": False})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPSTONE_CACHE", str(cache))
-        return saved_profile.save_profile(model, saved_profile.SavedPolicy(found.policy, found.identities, about))
+        key = saved_profile.key_of(model)
+        return saved_profile.save_profile(model, saved_profile.SavedPolicy(found.policy, found.identities, about, key))
 
 
 def everything(folder: Path) -> dict[str, bytes]:

@@ -74,6 +74,8 @@ class Chat:
 
     def talk(self, name: str) -> None:
         """Read messages and commands until the input ends. name: of the model."""
+        from skipstone.decoding.method_states import save_learned
+
         if not self.conversation.has_template:
             say(f"{name} has no chat template: your lines and its answers are continued as one plain text.")
         if is_interactive():
@@ -88,7 +90,7 @@ class Chat:
                 if sys.stdin is None or not sys.stdin.isatty():
                     raise
                 say("Ctrl-D or /quit ends the conversation; /save FILE writes it to a file.")
-        self.conversation.method.save_learned(self.conversation.model)
+        save_learned(self.conversation.model)
 
     def _take_turn(self) -> bool:
         """Read one line and do what it says. Returns whether it was the last one."""
@@ -115,7 +117,7 @@ class Chat:
         except ContextFull as error:
             say(f"{error}; /reset begins a new conversation.")
             return
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             report_error(error)
             return
         with DelayedInterrupt() as interrupt:  # until the answer is kept: Ctrl-C after its last token must not lose it

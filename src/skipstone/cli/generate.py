@@ -161,6 +161,7 @@ def _load_and_decode(
     import torch
 
     from skipstone.cli.runs import RunInput, TokenPrinter, compare_with_plain, decode, run_document
+    from skipstone.decoding.method_states import save_learned
     from skipstone.engines.choose_engine import copies_of
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.hf.generate_call import resolve_for
@@ -185,7 +186,7 @@ def _load_and_decode(
         printer.end(more=output.stats or output.explain or output.compare)
         _print_figures(job, resolved, run, comparison, output)
     if copies_of(loaded):
-        resolved.save_learned(runner)
+        save_learned(runner)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if run.interrupted:

@@ -35,10 +35,11 @@ def tune(
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
-    from skipstone.methods.auto.saved_profile import SavedPolicy, save_profile
+    from skipstone.methods.auto.saved_profile import SavedPolicy, key_of, save_profile
 
     candidates = [resolve(text) for text in method or ()]
     loaded, tokenizer = model.load()
+    runner = ModelRunner(loaded)
     fields = generation_options(max_new_tokens=max_new_tokens, temperature=temperature)
     result = None
     with terminal.watched_processor() as watch:
@@ -49,7 +50,8 @@ def tune(
         raise ValueError("nothing was decoded: every text ended with its first token")
     about = {"texts": result.texts, "speed_up": result.speed_up, "steady_speed_up": result.steady_speed_up}
     about |= {"recommendation": tuning.recommendation(result)}
-    path = save_profile(ModelRunner(loaded), SavedPolicy(result.policy, result.identities, about)) if keep else None
+    saved = SavedPolicy(result.policy, result.identities, about, key_of(runner))
+    path = save_profile(runner, saved) if keep else None
     if as_json:
         document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": result.plain_seconds, "waited_share": watch.waited_share}

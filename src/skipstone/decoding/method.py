@@ -126,7 +126,7 @@ class Method(metaclass=_AcceptsAliases):
         """Begin work that makes later requests faster, in a process that waits for requests. It delays none."""
 
     def save_learned(self, model: ModelRunner) -> None:
-        """Save what it has learnt about a model for later processes. Called while no request runs."""
+        """Save what it has learnt about a model for later processes. Any error is logged by the caller."""
 
     def notes(self, model: ModelRunner) -> list[str]:
         """Sentences for a user about how it ran on a model."""

@@ -1,5 +1,6 @@
 """State that methods keep across requests, as long as the model exists."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -23,6 +24,7 @@ class MethodState(Protocol):
         ...
 
 
+logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=MethodState)
 _STATES: PerModelCache[Any] = PerModelCache(MAX_METHOD_STATES, METHOD_STATE_BYTES, lambda state: state.nbytes)
 """Limited, because every combination of settings has a state, and clients of a server may choose many."""
@@ -49,3 +51,13 @@ def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
     """The report of `known_state`; empty without one."""
     state = known_state(method, more, model)
     return {} if state is None else state.report()
+
+
+def save_learned(model: ModelRunner) -> None:
+    """Save what all methods have learnt about a model for later processes. A failure is logged. Call it while no request
+    runs."""
+    for method in dict.fromkeys(key[0] for key in list(_STATES.known(model.model))):
+        try:
+            method.save_learned(model)
+        except Exception as error:
+            logger.warning("what %s has learnt was not saved: %s", method.name, error)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from skipstone.decoding.draft import Step
+from skipstone.decoding.method_states import save_learned
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.errors import RequestError
@@ -107,7 +108,7 @@ class ModelThread:
         for pending in self.scheduler.requests:
             self._send(pending, RequestEnd(CANCELLED, "the server was stopped", 503))
         self._post_events()
-        self.scheduler.save_learned()
+        save_learned(self.scheduler.model)
 
     def _receive(self, wait: bool, calls: bool = True) -> None:
         """Take what came in since the last step. wait: for the first item. calls: whether functions in the inbox are called."""
@@ -117,7 +118,7 @@ class ModelThread:
             except queue.Empty:
                 if not wait:
                     return
-                self.scheduler.save_learned()
+                save_learned(self.scheduler.model)
                 self._is_saved = True
                 continue
             wait = False

@@ -33,11 +33,6 @@ class Scheduler(Admission):
             if group.busy and (step := self._run_step(group)) is not None:
                 yield group.method.name, step
 
-    def save_learned(self) -> None:
-        """Save what the methods have learnt."""
-        for group in self.groups.values():
-            group.method.save_learned(self.model)
-
     def expire_requests(self) -> None:
         """End requests that took too long."""
         now = time.monotonic()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from skipstone import LayerSkip, PromptLookup, Recycle
 from skipstone.decoding import method_states
@@ -16,6 +17,7 @@ from skipstone.methods.auto import auto, saved_profile
 from skipstone.methods.auto.auto import Auto, AutoDrafter
 from skipstone.methods.auto.learned import MIN_SAVED_STEPS
 from skipstone.policy.regret_budget import CREDIT, CREDIT_SECONDS, CREDIT_STEPS, REQUEST_CREDIT
+from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt
 
 
@@ -65,12 +67,70 @@ def test_a_profile_serves_other_candidates_and_forgets_none(cache: Path) -> None
 
 def test_a_model_is_known_by_its_name_and_norms_without_reading_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     runner, other = named(), named()
-    profile = saved_profile.SavedPolicy(AutoDrafter(Auto(), runner, 1, 64).learned.policy, {}, {"note": 1})
+    profile = saved_profile.SavedPolicy(AutoDrafter(Auto(), runner, 1, 64).learned.policy, {}, {"note": 1}, {"a": 1})
     saved_profile.save_profile(runner, profile)
     other.model.model.norm.weight.data += 1
     monkeypatch.setattr(ModelRunner, "fingerprint", None)
     assert saved_profile.load_profile(named()) == profile
     assert saved_profile.load_profile(other) is None
+
+
+def test_a_writer_keeps_what_others_have_written_meanwhile_and_a_failure_is_logged(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, methods = named(), [Auto((LayerSkip(exit),)) for exit in (1, 2)]
+    for method in methods:
+        decoded(method, runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_profile, "read", None)
+        method_states.save_learned(runner)
+    assert [one.levelname for one in caplog.records] == ["WARNING"] * 2
+    for method in methods:
+        decoded(method, runner)
+    method_states.save_learned(runner)
+    (path,) = cache.iterdir()
+    assert set(json.loads(path.read_text())["drafters"]) == {"layerskip, exit 1", "layerskip, exit 2"}
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_a_mapped_model_is_known_by_its_files_without_reading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def runner() -> ModelRunner:
+        return ModelRunner(families.mapped_from(tmp_path / "model"))
+
+    raw = families.build("llama")
+    raw.save_pretrained(tmp_path / "model")
+    first = runner()
+    decoded(Auto((LayerSkip(1),)), first)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "fingerprint", None)
+        method_states.save_learned(first)
+        assert saved_profile.load_profile(runner()) is not None
+    (path,) = (tmp_path / "auto").iterdir()
+    assert saved_profile.load_profile(runner(), str(path)) is not None
+    with torch.no_grad():
+        raw.model.layers[0].mlp.up_proj.weight += 0.1  # as a merged adapter
+    raw.save_pretrained(tmp_path / "model")
+    assert saved_profile.load_profile(runner()) is None
+    with pytest.raises(ValueError, match="its model is"):
+        saved_profile.load_profile(runner(), str(path))
+
+
+@pytest.mark.parametrize("damage", ["no time of scoring", "an unknown drafter"])
+def test_a_profile_that_is_not_whole_is_not_used(damage: str, cache: Path) -> None:
+    runner, method = named(), Auto((LayerSkip(1),))
+    decoded(method, runner)
+    method.save_learned(runner)
+    (path,) = cache.iterdir()
+    values = json.loads(path.read_text())
+    assert saved_profile.load_profile(named()) is not None
+    if damage == "no time of scoring":
+        values["state"]["costs"]["scoring"] = {}
+    else:
+        values["drafters"]["another"] = ""
+    path.write_text(json.dumps(values))
+    assert saved_profile.load_profile(named()) is None
+    with pytest.raises(ValueError, match="damaged"):
+        saved_profile.load_profile(named(), str(path))
 
 
 def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ greedy and sampled texts are those of plain decoding with the same seed, whateve
 """
 
 from collections.abc import Container, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,6 +30,7 @@ from skipstone.methods.auto import saved_profile
 from skipstone.methods.auto.learned import Learned, first_policy
 from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
+from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.chain import ChainDrafter
 from skipstone.methods.drafting.draft_model import DraftModelDrafter
@@ -118,8 +118,9 @@ class Auto(Method):
         if not self.use_profile or self.profile is not None or learned is None or not learned.is_worth_saving:
             return
         learned.saved_steps = learned.steps
-        with suppress(OSError):  # the next process learns again
-            saved_profile.save_profile(model, learned.to_save())
+        before = saved_profile.load_profile(model)  # other methods and processes may have written it meanwhile
+        own = SavedPolicy(learned.policies[1], {}, {}, saved_profile.local_key_of(model))
+        saved_profile.save_profile(model, learned.merged_with(before or own))
 
     def notes(self, model: ModelRunner) -> list[str]:
         if not self.takes_copy(model):

@@ -114,15 +114,13 @@ class Learned:
         """Whether enough was learnt since the last saving."""
         return self.steps - self.saved_steps >= MIN_SAVED_STEPS and self.policies[1].is_timed
 
-    def to_save(self) -> SavedPolicy:
-        """The policy of one row, with the drafters of the saved one that were not set up here."""
-        if self.saved is None:
-            return SavedPolicy(self.policies[1], self.identities, {})
-        policy, saved = copy.deepcopy(self.policies[1]), self.saved.policy
-        policy.drafters = saved.drafters | policy.drafters
+    def merged_with(self, saved: SavedPolicy) -> SavedPolicy:
+        """What is saved now: the policy of one row, with the drafters of the saved one that were not set up here."""
+        policy = copy.deepcopy(self.policies[1])
+        policy.drafters = saved.policy.drafters | policy.drafters
         for times in ("drafting", "schedules", "replays", "scoring"):
-            setattr(policy.costs, times, getattr(saved.costs, times) | getattr(policy.costs, times))
-        return SavedPolicy(policy, self.saved.identities | self.identities, self.saved.about)
+            setattr(policy.costs, times, getattr(saved.policy.costs, times) | getattr(policy.costs, times))
+        return replace(saved, policy=policy, identities=saved.identities | self.identities)
 
     def write_state(self) -> None:
         """Log all policies."""

@@ -13,7 +13,9 @@ from typing import Any
 
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.fetching import local_or_fetched
+from skipstone.models.mapped_model import MappedModel
 from skipstone.policy.choose_drafter import Policy
+from skipstone.policy.cost_model import HOST
 from skipstone.utils.dataclass_values import from_values
 from skipstone.utils.files import cache_place, digest, write_json
 from skipstone.utils.settings_files import SettingsPart, read_json
@@ -24,7 +26,8 @@ NODE = "node"  # the machine's own name: the one entry of the key that may diffe
 
 
 class SavedProfile(SettingsPart):
-    """key: see `key_of`. about: notes for readers. drafters: name -> identity. state: the policy as plain JSON values."""
+    """key: of `key_of`; of `local_key_of` if the profile serves this machine only. about: notes for readers. drafters: name ->
+    identity. state: the policy as plain JSON values."""
 
     version: int
     key: dict[str, Any]
@@ -35,11 +38,12 @@ class SavedProfile(SettingsPart):
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy of a file. identities: of its drafters, to tell drafters of one name apart. about: notes for readers."""
+    """A policy of a file. identities: of its drafters, to tell drafters of one name apart. about, key: as in `SavedProfile`."""
 
     policy: Policy
     identities: dict[str, str]
     about: dict[str, Any]
+    key: dict[str, Any]
 
 
 def _setting_of(model: ModelRunner) -> dict[str, Any]:
@@ -55,23 +59,31 @@ def _setting_of(model: ModelRunner) -> dict[str, Any]:
 
 
 def key_of(model: ModelRunner) -> dict[str, Any]:
-    """What a profile is valid for: other values make other costs."""
+    """What a profile is valid for: other values make other costs. It reads a few weights of every matrix."""
     return {"model": model.fingerprint, **_setting_of(model)}
 
 
-def _place_of(model: ModelRunner) -> Path | None:
-    """The path of the profile on this machine. On the native engine a model with a name is known by it and by its norms. The
-    fingerprint reads pages of all weights, which would delay the first request."""
+def local_key_of(model: ModelRunner) -> dict[str, Any]:
+    """What a profile is valid for on this machine. On the native engine no matrix is read, which would delay a request: a
+    mapped model is known by its files, another one by its name and norms."""
     name = getattr(model.config, "name_or_path", "")
-    if not name or model.engine.name != "native":
-        return cache_place("auto", f"{digest(key_of(model))}.json")
-    norms = hashlib.sha256()
-    for one in model.model.parameters():
-        if one.dim() == 1:
-            norms.update(one.detach().float().numpy().tobytes())
-    path = Path(name).expanduser()
-    known = [str(path.resolve()) if path.exists() else name, norms.hexdigest()]
-    return cache_place("auto", f"{digest([known, _setting_of(model)])}.json")
+    if isinstance(model.model, MappedModel):
+        known = digest(model.model.files.identity)
+    elif not name or model.engine.name != "native":
+        known = model.fingerprint
+    else:
+        norms = hashlib.sha256()
+        for one in model.model.parameters():
+            if one.dim() == 1:
+                norms.update(one.detach().float().numpy().tobytes())
+        path = Path(name).expanduser()
+        known = digest([str(path.resolve()) if path.exists() else name, norms.hexdigest()])
+    return {"model": known, **_setting_of(model)}
+
+
+def _place_of(model: ModelRunner) -> Path | None:
+    """The path of the profile on this machine."""
+    return cache_place("auto", f"{digest(local_key_of(model))}.json")
 
 
 def save_profile(model: ModelRunner, saved: SavedPolicy) -> Path:
@@ -79,7 +91,7 @@ def save_profile(model: ModelRunner, saved: SavedPolicy) -> Path:
     path = _place_of(model)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
-    content = {"version": VERSION, "key": key_of(model), "about": saved.about}
+    content = {"version": VERSION, "key": saved.key, "about": saved.about}
     content |= {"drafters": saved.identities, "state": asdict(saved.policy)}
     write_json(path, content)
     return path
@@ -99,9 +111,9 @@ def load_profile(model: ModelRunner, source: str | None = None) -> SavedPolicy |
 def read_named(source: str, model: ModelRunner) -> SavedProfile:
     """The file that a user names, or its hub id (ORG/NAME or ORG/NAME@REVISION). OSError if there is none. ValueError for
     another file, another version, or another model, device, dtype, engine or kind of machine."""
-    profile = read(local_or_fetched(source, TUNED), source)
+    profile, local = read(local_or_fetched(source, TUNED), source), local_key_of(model)
     for part, value in key_of(model).items():
-        if part != NODE and profile.key.get(part) != value:
+        if part != NODE and profile.key.get(part) not in (value, local[part]):
             raise ValueError(f"{source} was learnt elsewhere: its {part} is {profile.key.get(part)}, here it is {value}")
     return profile
 
@@ -113,6 +125,9 @@ def read(path: Path, source: object = None) -> SavedProfile:
 
 def _policy_of(profile: SavedProfile, source: object) -> SavedPolicy:
     try:
-        return SavedPolicy(from_values(Policy, profile.state), profile.drafters, profile.about)
+        policy = from_values(Policy, profile.state)
+        if missing := profile.drafters.keys() - policy.drafters.keys() | {HOST} - policy.costs.scoring.keys():
+            raise ValueError(f"it says nothing of {', '.join(missing)}")
     except ValueError as error:
         raise ValueError(f"{source} is damaged: its state cannot be read ({error})") from error
+    return SavedPolicy(policy, profile.drafters, profile.about, profile.key)
