@@ -6,8 +6,9 @@
 Every model is decoded by `skipstone generate` in fresh processes, 64 greedy tokens each. The first start has an empty cache,
 the second one what the first has left. The files are in the page cache in both. FOLDER:int8 and FOLDER:int4 quantise. --shapes
 makes Llama models with random weights in bfloat16 and the tokenizer of another folder. They are measured in bfloat16, int8 and
-int4 (8b: int4 only). A peer is any command that writes its text to the standard output, such as llama.cpp's. Commands take
-turns. Medians of all runs are printed as a Markdown table, with the processor's name. A busy machine is reported.
+int4 (8b: int4 only). A peer is any command that writes its text to the standard output, such as llama.cpp's. It must not repeat
+the prompt (llama.cpp: --no-display-prompt), because the first byte counts as the first token. Commands take turns. Medians of
+all runs are printed as a Markdown table, with the processor's name. A busy machine is reported.
 """
 
 import argparse
@@ -20,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from skipstone.lab.timing.machine import cpu
-from skipstone.utils.processor_watch import ProcessorWatch, was_busy
+from skipstone.utils.processor_watch import machine_seconds, was_busy
 
 PROMPT, NEW_TOKENS = "The capital of France is", 64
 SHAPES = {
@@ -38,29 +40,40 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 class Start(NamedTuple):
-    """Seconds from the start of a process to its first output and to its end. peak: memory in MB, mapped files included."""
+    """Seconds from the start of a process to its first output and to its end.
+
+    peak: largest resident memory in MB. It includes pages of mapped files, also those that other processes share. busy_share:
+    of the processors' time, what other programs used meanwhile; 0 if the system does not tell.
+    """
 
     first: float
     last: float
     peak: float
+    busy_share: float
 
 
 def started(command: list[str], cache: Path) -> Start:
-    """Run a command to its end. SystemExit with what it wrote if it fails."""
-    began = time.perf_counter()
+    """Run a command to its end. SystemExit with what it wrote if it fails.
+
+    The system counts the memory of this process in the command's peak, so this process imports nothing large.
+    """
     environment = os.environ | {"SKIPSTONE_CACHE": str(cache)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    output = process.stdout.read(1)
-    first = time.perf_counter() - began
-    output += process.stdout.read()
-    errors = process.stderr.read()
-    _, status, used = os.wait4(process.pid, 0)
-    last = time.perf_counter() - began
-    if status or not output:
-        raise SystemExit(f"{shlex.join(command)} failed:\n{errors.decode(errors='replace')}")
-    return Start(first, last, used.ru_maxrss / 1e3)
+    with tempfile.TemporaryFile() as errors:
+        machine, began = machine_seconds(), time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
+        assert process.stdout is not None
+        output = process.stdout.read(1)
+        first = time.perf_counter() - began
+        output += process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        last = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if status or not output:
+            errors.seek(0)
+            raise SystemExit(f"{shlex.join(command)} failed:\n{errors.read().decode(errors='replace')}")
+    worked = (machine_seconds() or 0.0) - (machine or 0.0)
+    busy_share = max(worked - used.ru_utime - used.ru_stime, 0.0) / (last * (os.cpu_count() or 1))
+    return Start(first, last, used.ru_maxrss * 1024 / 1e6, busy_share)
 
 
 def make_shape(name: str, folder: Path, tokenizer: Path) -> Path:
@@ -123,26 +136,29 @@ def measure(models: list[str], methods: list[str], peers: list[str], runs: int, 
     """Run all commands in turns, and print the table."""
     found: dict[tuple[str, str, str], list[Start]] = {}
     imports = f"import {', '.join(IMPORTS)}; print()"
-    with tempfile.TemporaryDirectory() as folder, ProcessorWatch() as watch:
-        for number in range(runs):
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(runs):
             alone = started([sys.executable, "-c", imports], Path(folder))
             found.setdefault(("imports of " + ", ".join(IMPORTS), "", ""), []).append(alone)
             for model in models:
                 read_files(Path(model.partition(":")[0]))
                 for method in methods:
-                    cache = Path(folder, str(number), model.replace("/", "_"), method)
-                    for start in ("first", "second"):
-                        command = command_of(model, method, new_tokens)
-                        found.setdefault((Path(model).name, method, start), []).append(started(command, cache))
+                    with tempfile.TemporaryDirectory() as cache:
+                        for start in ("first", "second"):
+                            one = started(command_of(model, method, new_tokens), Path(cache))
+                            found.setdefault((Path(model).name, method, start), []).append(one)
             for peer in peers:
                 found.setdefault((peer, "", ""), []).append(started(shlex.split(peer), Path(folder)))
+    from skipstone.lab.timing.machine import cpu  # which imports torch
+
     print(f"{cpu()}, {os.cpu_count()} processors, {runs} runs, {new_tokens} tokens\n")
     print("| model | method | start | first token, s | last token, s | peak MB |\n| --- | --- | --- | --- | --- | --- |")
     for names, starts in found.items():
-        first, last, peak = (statistics.median(values) for values in zip(*starts, strict=True))
+        first, last, peak, _ = (statistics.median(values) for values in zip(*starts, strict=True))
         print(f"| {' | '.join(names)} | {first:.2f} | {last:.2f} | {peak:.0f} |")
-    if watch.waited_share is not None and was_busy(watch.waited_share):
-        print(f"\nthe machine was busy: this process waited {watch.waited_share:.0%} of its time for a processor")
+    busy_share = statistics.median(start.busy_share for starts in found.values() for start in starts)
+    if was_busy(busy_share):
+        print(f"\nthe machine was busy: other programs used {busy_share:.0%} of the processors' time")
 
 
 def main() -> None:
@@ -158,7 +174,9 @@ def main() -> None:
     asked = parser.parse_args()
     models = list(asked.models)
     for shape in asked.shapes:
-        models += [f"{make_shape(shape, asked.folder, asked.tokenizer)}{kind}" for kind in QUANTISED[shape]]
+        with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # it imports torch, whose memory would count in the peaks
+            place = apart.submit(make_shape, shape, asked.folder, asked.tokenizer).result()
+        models += [f"{place}{kind}" for kind in QUANTISED[shape]]
     measure(models, asked.methods, asked.peer, asked.runs, asked.new_tokens)
 
 

@@ -19,11 +19,11 @@ class ProcessorWatch:
     waited_share: float | None = None
 
     def __enter__(self) -> Self:
-        self._threads, self._machine, self._own = _thread_seconds(), _machine_seconds(), time.process_time()
+        self._threads, self._machine, self._own = _thread_seconds(), machine_seconds(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        machine, own = _machine_seconds(), time.process_time() - self._own
+        machine, own = machine_seconds(), time.process_time() - self._own
         ran = waited = 0.0
         for thread, seconds in _thread_seconds().items():
             before = self._threads.get(thread, (0.0, 0.0))
@@ -57,7 +57,7 @@ def _thread_seconds() -> dict[str, tuple[float, float]]:
     return found
 
 
-def _machine_seconds() -> float | None:
+def machine_seconds() -> float | None:
     """Seconds that all processors of this machine have worked; None if the system does not tell."""
     try:
         first = Path("/proc/stat").read_text().splitlines()[0]
