@@ -1,6 +1,6 @@
 """Tokens per second of the first requests of a fresh process, loading apart.
 
-    python recipes/measure/first_requests.py [--model FOLDER] [--method auto] [--first 0] [--field prompt] --data FILE.jsonl
+    python recipes/measure/eight_requests.py [--model FOLDER] [--method auto] [--first 0] [--field prompt] --data FILE.jsonl
 
 Eight greedy requests of 64 new tokens are decoded one after the other. The time runs from the first call to the last token, so
 it includes what the first request sets up. Two checkouts are compared by running the script in turns with PYTHONPATH=OTHER/src
