@@ -35,6 +35,7 @@ from skipstone.lab.timing.measure import WARM_UP_TOKENS, GenerationBackend, Meth
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.lab.timing.statistics import pooled
 from skipstone.models.device_map import usable_device
+from skipstone.utils.processor_watch import ProcessorWatch
 from skipstone.utils.progress import progress_bar
 
 Say = Callable[[str], None]  # reports progress to a user
@@ -196,10 +197,12 @@ def _measure_first_requests(task_run: TaskRun, entries: Sequence[MethodEntry], p
     options = task_run.options(min(WARM_UP_TOKENS, task_run.settings.max_new_tokens))
     for entry in entries:
         if entry.label not in known:
-            found = measure(task_run.model, entry.candidates[0], prompt, options, task_run.plan.seed)
+            with ProcessorWatch() as watch:
+                found = measure(task_run.model, entry.candidates[0], prompt, options, task_run.plan.seed)
             setup, seconds = Stats(setup=dict(entry.setup)), found.seconds + sum(entry.setup.values())
             setup.merge(found.stats or Stats())
             about = {"model": task_run.subject.name, "method": entry.label, "tokens": len(found.tokens)}
+            about["waited_share"] = watch.waited_share
             task_run.journal.add({"kind": "first", **about, "seconds": seconds, "setup": setup.setup})
 
 

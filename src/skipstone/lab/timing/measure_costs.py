@@ -39,6 +39,7 @@ from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.swift.tree import RANKS
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import cache_place, digest, write_cache
+from skipstone.utils.processor_watch import ProcessorWatch, was_busy
 from skipstone.utils.settings_files import SettingsPart, read_json
 
 VERSION = 2  # of the file
@@ -247,7 +248,8 @@ def measure(runner: ModelRunner, batch: int, max_seconds: float = MAX_SECONDS) -
         raise ValueError("costs are measured of models with at least 2 layers")
     bench = CostTimer(runner, batch)
     sparse = min(bench.entries(True)["plain", 1]() for _ in range(MIN_ROUNDS)) > LONG_STEP_SECONDS
-    times = _take_turns(bench.entries(sparse), 0.0 if sparse else max_seconds)
+    with ProcessorWatch() as watch:
+        times = _take_turns(bench.entries(sparse), 0.0 if sparse else max_seconds)
     depth, middle = runner.depth, max(runner.depth - 2, 1)
     scoring = CostCurve.fitted(times.by_number("score"))
     layers = CostCurve.fitted({n: min(own, scoring(n)) for n, own in times.by_number("layers").items()})
@@ -273,7 +275,7 @@ def measure(runner: ModelRunner, batch: int, max_seconds: float = MAX_SECONDS) -
         ranked=max(times.step("ranked") - whole, 0.0),
         context_slope=CostCurve.fitted(slopes or {1: 0.0}),
         spread=times.spread(),
-        busy=times.busy,
+        busy=times.busy or was_busy(watch.waited_share),
     )
 
 

@@ -97,14 +97,17 @@ def _ceilings(lines: Sequence[Line]) -> list[str]:
 def _notes(lines: Sequence[Line]) -> list[str]:
     """Sentences below the tables: cut and left-out prompts, chosen settings, refused methods, and the machine."""
     cut, looping, busy = Counter[str](), Counter[str](), Counter[str]()
-    for line in (line for line in lines if line["kind"] in ("prompt", "looping")):
-        where = f"{line['model']}, {line['task']}"
+    for line in (line for line in lines if line["kind"] in ("first", "prompt", "looping")):
+        where = f"{line['model']}, {line.get('task', 'first requests')}"
         cut[where] += bool(line.get("cut"))
         looping[where] += line["kind"] == "looping"
         busy[where] += was_busy(line.get("waited_share"))
     notes = [f"{where}: {n} prompts lost their beginning, for the model or --prompt-tokens." for where, n in (+cut).items()]
     notes += [f"{where}: prompts left out, as plain greedy decoding loops on them: {n}." for where, n in (+looping).items()]
-    notes += [f"{where}: the machine was busy at {n} prompts, so their speeds mean little." for where, n in (+busy).items()]
+    notes += [
+        f"{where}: the machine was busy at {n} of the measurements, so their speeds mean little."
+        for where, n in (+busy).items()
+    ]
     for line in lines:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:
