@@ -50,7 +50,11 @@ def test_reports_in_every_format_and_comparisons_of_runs(results: Path, tmp_path
     for line in lines:
         if line["kind"] == "prompt":
             line["rows"]["layerskip"]["seconds"] *= 3
+        elif line["kind"] == "first":
+            assert "waited_share" in line
+            line["waited_share"] = 0.9
     slow.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "first requests: the machine was busy at 3" in succeed("bench", "report", slow).stdout.replace("\n", " ")
     worse = run("bench", "compare", results, slow)
     assert worse.exit_code == 1
     assert "SLOWER" in worse.stdout
@@ -149,7 +153,7 @@ def test_every_candidate_has_a_line_and_the_next_run_begins_with_what_was_learnt
 @pytest.mark.slow
 def test_nothing_is_saved_on_request_and_a_damaged_file_counts_as_none(folder: Path, cache: Path) -> None:
     common = ("tune", folder, "--prompt", PROMPT, "--budget-seconds", 1, "--max-new-tokens", 16)
-    succeed(*common, "--no-keep")
+    assert "no copy in int4" in succeed(*common, "--no-keep", "--no-cache").stderr
     assert not (cache / "auto").exists()
     succeed(*common)
     (file,) = (cache / "auto").iterdir()

@@ -35,11 +35,14 @@ def tune(
     from skipstone.engines.model_runner import ModelRunner
     from skipstone.lab.search import tune as tuning
     from skipstone.methods import resolve
+    from skipstone.methods.auto.auto import COPY, Auto
     from skipstone.methods.auto.saved_profile import SavedPolicy, key_of, save_profile
 
     candidates = [resolve(text) for text in method or ()]
     loaded, tokenizer = model.load()
     runner = ModelRunner(loaded)
+    if (reason := Auto().make_copy(runner)) is not None:
+        typer.echo(f"no copy in {COPY} was made for later runs: {reason}", err=True)
     fields = generation_options(max_new_tokens=max_new_tokens, temperature=temperature)
     result = None
     with terminal.watched_processor() as watch:

@@ -104,10 +104,14 @@ class ModelRunner(DecoderModel):
         engine = self._prepared.copies.get(quantize)
         return engine is not None and engine.is_current(self.engine.version)
 
+    @property
+    def caches_copies(self) -> bool:
+        """Whether copies of the weights in fewer bits are read from the disk's cache, and written there."""
+        return isinstance(self.model, MappedModel) and self.model.caches_panels
+
     def has_cached_copy(self, quantize: str) -> bool:
         """Whether the disk's cache has a copy of the weights in fewer bits. It is not read."""
-        model = self.model
-        return isinstance(model, MappedModel) and model.caches_panels and packed_cache.has(model.files.identity, quantize)
+        return self.caches_copies and packed_cache.has(self.model.files.identity, quantize)
 
     @setup_work("copy from the cache")
     def map_copy(self, quantize: str) -> bool:

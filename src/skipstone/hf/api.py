@@ -19,7 +19,7 @@ from skipstone.hf.detokenizer import detokenize
 from skipstone.hf.generate_call import GenerateCall, MethodLike, Seed, prepare_call, prepare_method, token_tensor
 from skipstone.models.nan_checks import first_not_finite
 from skipstone.utils.extras import installed
-from skipstone.utils.setup_times import collect_setup_seconds, setup_work
+from skipstone.utils.setup_times import REQUEST, collect_setup_seconds, setup_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,8 +30,6 @@ Inputs = Tensor | np.ndarray | str | Sequence[Any] | Mapping[str, Any]
 SLOWER = 0.95  # lower speed-ups cause a warning
 FEW_ACCEPTED = 0.1  # lower acceptance rates cause a warning
 ENOUGH_TURNS = 16  # minimum number of steps before a warning
-REQUEST = "request"
-"""The set-up work of reading a call: tokens, options, checks."""
 
 
 class RowError(ValueError):

@@ -15,11 +15,11 @@ from skipstone.engines.choose_engine import attach
 from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
-from skipstone.hf.api import REQUEST, complete
+from skipstone.hf.api import complete
 from skipstone.hf.generate_call import DRAFT_MODEL, GenerateCall, MethodLike, Seed, captured, prepare_call, resolve_for
 from skipstone.hf.generation_config_fields import refuse_fields
 from skipstone.hf.output import Output
-from skipstone.utils.setup_times import collect_setup_seconds, setup_work
+from skipstone.utils.setup_times import REQUEST, collect_setup_seconds, setup_work
 
 _OTHER_ENGINES = ("custom_generate", "assistant_model")
 

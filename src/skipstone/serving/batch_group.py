@@ -19,7 +19,7 @@ from skipstone.serving.logprobs import token_logprobs
 from skipstone.serving.pending_request import FAILED, PendingRequest, RequestEnd, RequestEvent, StepOutput, TokenLogprobs
 from skipstone.serving.prefix_cache import PrefixCache
 from skipstone.serving.step_details import StepDetails, describe_layers, describe_step
-from skipstone.utils.setup_times import collect_setup_seconds, collected_seconds, setup_work
+from skipstone.utils.setup_times import REQUEST, collect_setup_seconds, collected_seconds, setup_work
 
 ROW_BYTES: PerModelCache[tuple[int, int]] = PerModelCache()
 """The results of `row_bytes` for each model."""
@@ -74,7 +74,7 @@ class BatchGroup:
     def admit(self, pending: PendingRequest) -> None:
         """Give a free row to a request. ValueError, before anything changed, if it cannot be decoded."""
         row, cached_tokens = self._prefix_cache.choose_row(pending.prompt_ids, self.free_rows)
-        with collect_setup_seconds(self.loop.setup), setup_work("request"):
+        with collect_setup_seconds(self.loop.setup), setup_work(REQUEST):
             self.loop.admit(row, pending.request, cached_tokens)
         pending.stats.cached_tokens = cached_tokens
         self.requests[row], self._sent_layers[row] = pending, None

@@ -13,7 +13,7 @@ from skipstone.hf.build_request import build_request
 from skipstone.hf.detokenizer import detokenize
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.pending_request import PendingRequest
-from skipstone.utils.setup_times import SetupSeconds, collect_setup_seconds, setup_work
+from skipstone.utils.setup_times import REQUEST, SetupSeconds, collect_setup_seconds, setup_work
 
 Message = dict[str, str]
 """{"role": "system", "user" or "assistant", "content": text}."""
@@ -79,7 +79,7 @@ class Conversation:
     def ask(self, text: str, seed: int) -> PendingAnswer:
         """Prepare the answer to a user's text. Nothing is remembered before `keep`. ContextFull if there is no room for one
         token; ValueError if the chat template refuses the messages."""
-        with collect_setup_seconds() as setup, setup_work("request"):
+        with collect_setup_seconds() as setup, setup_work(REQUEST):
             return self._prepare([*self.messages, {"role": "user", "content": text}], seed, setup)
 
     def _prepare(self, messages: list[Message], seed: int, setup: SetupSeconds) -> PendingAnswer:

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 SetupSeconds = dict[str, float]
 """Name of the work -> seconds."""
+REQUEST = "request"
+"""The set-up work of reading a call: tokens, options, checks."""
 
 
-class _Collected(threading.local):
+class _CollectedSeconds(threading.local):
     seconds: SetupSeconds | None = None
 
 
-_COLLECTED = _Collected()
+_COLLECTED = _CollectedSeconds()
 
 
 @contextmanager

@@ -153,13 +153,21 @@ def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_o
 
 
 @pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
-def test_it_says_what_copies_take_and_how_to_make_one_that_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, method = named(), Auto()
-    decoded(method, runner, 8)
+def test_it_says_what_copies_take_and_how_to_make_one_that_would_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    runner, later = (ModelRunner(families.mapped_from(tmp_path)) for _ in range(2))
+    unmapped, method = named(), Auto()
+    for one in (runner, later, unmapped):
+        one.model.config.name_or_path = "some/model"
+        decoded(method, one, 8)
     assert method.notes(runner) == [], "such short steps gain little"
     monkeypatch.setattr(auto, "PAYING_STEP_SECONDS", 0.0)
     assert "`skipstone tune some/model` makes it" in method.notes(runner)[0]
     assert Auto(max_extra_memory_bytes=10).notes(runner) == []
-    method.make_copy(runner)
+    assert "are allowed" in str(Auto(max_extra_memory_bytes=10).make_copy(runner))
+    assert method.make_copy(runner) is None
     nbytes = sum(copies_of(runner.model).values())
     assert method.notes(runner) == [f"copies of the weights for drafting, extra memory: int4 {nbytes / 1e6:.0f} MB"]
+    assert method.notes(later) == [], "the copy is on the disk, and the text was too short for it"
+    assert method.notes(unmapped) == [], "its copies are not written to the disk"
+    assert method.make_copy(unmapped) == "the disk's cache does not take it"

@@ -55,11 +55,10 @@ class TuningResult:
 
 
 def candidates(model: ModelRunner, more: Sequence[Method]) -> tuple[Method, ...]:
-    """The usual ones with the copy in fewer bits, those that a user names, and early exits, whose replays are cheap."""
-    depth, auto = model.depth, Auto()
+    """The usual ones, those that a user names, and early exits, whose replays are cheap."""
+    depth = model.depth
     exits = [LayerSkip(layer) for layer in sorted({max(1, round(share * depth)) for share in EXITS} - {depth})]
-    auto.make_copy(model)
-    return (*auto.methods(model), *more, *exits)
+    return (*Auto().methods(model), *more, *exits)
 
 
 def tune(

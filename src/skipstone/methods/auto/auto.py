@@ -49,7 +49,8 @@ RESERVE_SECONDS = 0.002
 HEADS, HEADS_SECONDS, COPY_SECONDS = "heads", 0.010, 0.005
 """Expected times of reading bundled exit heads, and of mapping a copy of the weights from the disk's cache."""
 PAYING_STEP_SECONDS = 0.003
-"""Plain steps from which on drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too much."""
+"""Time of a plain step above which drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too
+much."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,18 @@ class Auto(Method):
         has_room = missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None
         return has_room and model.map_copy(COPY)
 
-    def make_copy(self, model: ModelRunner) -> None:
-        """Make the copy of the weights now, if there is room, and write it to the disk's cache."""
-        if self.takes_copy(model) and missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None:
-            model.copy_in(COPY).cache_panels(model.model)
+    def make_copy(self, model: ModelRunner) -> str | None:
+        """Make the copy of the weights now, and write it to the disk's cache. Returns why later processes will have none; None
+        if they will. ValueError if the checkpoint has changed since it was opened."""
+        if not self.takes_copy(model):
+            return (
+                "only models on the native engine whose weights are not quantised, and that have no recurrent states, take one"
+            )
+        if (reason := missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes)) is not None:
+            return reason
+        if not model.copy_in(COPY).cache_panels(model.model):
+            return "the disk's cache does not take it"
+        return None
 
     def save_learned(self, model: ModelRunner) -> None:
         learned: Learned | None = method_states.known_state(self, None, model.model)
@@ -129,7 +138,8 @@ class Auto(Method):
             sizes = " and ".join(f"{name} {nbytes / 1e6:.0f} MB" for name, nbytes in copies.items())
             return [f"copies of the weights for drafting, extra memory: {sizes}"]
         is_long = self.report(model.model).get("plain_seconds", 0.0) >= PAYING_STEP_SECONDS
-        if not is_long or missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is not None:
+        is_missing = model.caches_copies and not model.has_cached_copy(COPY)
+        if not (is_long and is_missing) or missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is not None:
             return []
         name = getattr(model.config, "name_or_path", "")
         return [f"a copy of the weights in {COPY} would draft faster, and is missing: `skipstone tune {name}` makes it"]
@@ -304,7 +314,8 @@ class AutoDrafter(Drafter):
         del self.learned.waiting[name]
         with setup_work("drafters"):
             self._add_candidates(self.method.methods(self.model, sets_up=(name,)))
-        self._setup_seconds, self._plain_in_a_row, self._ran_prompt = self.setup_seconds(began), 0, False
+        self._setup_seconds += self.setup_seconds(began)
+        self._plain_in_a_row, self._ran_prompt = 0, False
         self._charge_setup()
 
     def _charge_setup(self) -> None:
