@@ -67,7 +67,7 @@ class Auto(Method):
     own: tuple[Method, ...] | None = setting(None, "one candidate more: the model's own method, where it names one.")
     slack: float = setting(SLACK, "share of plain decoding's time that may be lost.", within=(0, 1))
     log: str | None = setting(None, "a file that all decisions are written to, for `skipstone inspect --replay`.")
-    use_profile: bool = setting(True, "begin with what `skipstone tune` has found on this model and machine.")
+    use_profile: bool = setting(True, "begin with what was saved for this model and machine, as by `skipstone tune`.")
     profile: str | None = setting(None, "a file of `skipstone tune`, or a hub id, to begin with instead.")
     max_extra_memory_bytes: int | None = setting(
         None, "for copies of the weights that draft; none: half of the free memory.", min_value=0
