@@ -256,6 +256,23 @@ def test_ctrl_c_right_after_an_answer_keeps_it(
     assert all(one["content"] for one in talk.messages)
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_what_auto_has_learnt_is_saved_at_the_end(
+    command: str, endless: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat saves that of all its methods; `generate` only if there was a copy of the weights."""
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+    methods = [f"auto candidates='{one}'" for one in ("prompt_lookup", "self_speculative draft_quantize=int4")]
+    common = (endless, "--max-new-tokens", 200, "--method")
+    if command == "chat":
+        succeed("chat", *common, methods[0], stdin="hi\n/method autoregressive\n")
+    else:
+        succeed("generate", *common, methods[0], "--prompt", "hi")
+        assert not (tmp_path / "cache" / "auto").exists()
+        succeed("generate", *common, methods[1], "--prompt", "hi")
+    assert len([*(tmp_path / "cache" / "auto").iterdir()]) == 1
+
+
 def test_commands_say_what_they_did(folder: Path, tmp_path: Path) -> None:
     there, new = tmp_path / "there.json", tmp_path / "with space.json"
     there.write_text("mine")

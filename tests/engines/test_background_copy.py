@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 import skipstone
-from skipstone.decoding.loop import DecodingLoop
+from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.request import Request
 from skipstone.engines import background_copy, choose_engine
 from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache, weights
+from skipstone.methods.auto import auto
 from skipstone.methods.auto.auto import Auto
+from skipstone.methods.auto.learned import Learned
 from skipstone.models.weight_files import WeightFiles
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt
@@ -132,6 +134,28 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
     assert panels(second.in_fewer_bits("int4")) == panels(first.in_fewer_bits("int4"))
     entry.path.write_bytes(entry.path.read_bytes()[:-1])
     assert not has_copy_as_candidate(third, "int4")
+
+
+def test_a_copy_on_the_disk_is_mapped_inside_a_text_when_the_budget_pays_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, runner = (ModelRunner(load_for_decoding(folder)[0]) for _ in range(2))
+    Auto().make_copy(made)
+
+    def affordable_setup(learned: Learned) -> str | None:
+        return next(iter(learned.waiting), None) if learned.policy.is_timed else None
+
+    monkeypatch.setattr(auto, "PAYING_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(Learned, "affordable_setup", affordable_setup)
+    decoder = DecodingLoop(Auto().start(runner, 1, 96))
+    drafter: Any = decoder.session.drafter
+    decoder.admit(0, Request(prompt(9), 60))
+    decoder.step()
+    assert not runner.has_copy("int4")
+    texts = [token for step in run(decoder) for token in step.tokens[0]]
+    assert len(texts) >= 59
+    assert runner.has_copy("int4")
+    assert "self_speculative, int4" in drafter.candidates
 
 
 def test_a_copy_is_written_in_pieces_and_mapped_without_the_model_s_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,12 +100,16 @@ def test_a_job_that_comes_while_the_thread_dies_is_told_or_refused(deadly: threa
 
 
 def test_a_server_whose_checkpoint_is_overwritten_needs_a_new_process(tmp_path: Path) -> None:
-    """Until then, its gauge counts the copies that were made while no request ran."""
+    """Until then, it makes a copy while no request runs, and its gauge counts it."""
     shutil.copytree(NANO, tmp_path / "model", dirs_exist_ok=True)
     model, tokenizer = load_for_decoding(tmp_path / "model")
-    server, calls = Server(lambda: (model, tokenizer), ServerSettings(max_num_seqs=1, drain_seconds=5)), list[str]()
+    settings = ServerSettings(method="auto", max_num_seqs=1, drain_seconds=5)
+    server, calls = Server(lambda: (model, tokenizer), settings), list[str]()
     server.failed = lambda: calls.append(server.health[0])
     with without_socket(server) as client:
+        server.prepare_in_background()
+        while not ModelRunner(model).has_copy("int4"):
+            time.sleep(0.01)
         nbytes = ModelRunner(model).copy_in("int4").nbytes
         (line,) = [one for one in client.get("/metrics").text.splitlines() if one.startswith("skipstone:extra_memory_bytes")]
         assert float(line.split()[-1]) == nbytes

@@ -91,8 +91,11 @@ def stream_and_stop(url: str, clients: ThreadPoolExecutor, body: dict[str, Any],
 
 
 def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused(
-    loaded: Any, clients: ThreadPoolExecutor
+    loaded: Any, clients: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prepared = list[str]()
+    monkeypatch.setattr(Server, "prepare_in_background", lambda server: prepared.append(server.state))
+
     def scenario(url: str) -> tuple[list[str], httpx.Response, httpx.Response]:
         stream = stream_and_stop(url, clients, {**LONG, "max_tokens": 250})
         until(lambda: not answers(url))
@@ -100,6 +103,7 @@ def test_after_sigterm_streams_are_written_to_their_end_and_new_requests_refused
         return stream.result(ENDS), health, refused
 
     events, health, refused = served_by(lambda: loaded, 60, scenario, clients)
+    assert prepared == ["ready"]
     assert (health.status_code, health.json()["status"]) == (503, "stopping")
     assert refused.status_code == 503
     assert refused.json()["error"]["message"]

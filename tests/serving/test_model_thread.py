@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from skipstone.decoding.loop import DecodingLoop, run
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.serving import model_thread as model_thread_module
 from skipstone.serving.admission import AdmissionLimits
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.errors import RequestError
@@ -377,6 +380,21 @@ def test_a_job_that_is_cancelled_leaves_its_row_before_the_next_step_and_holds_u
     model_thread.cancel(endless)  # nothing happens
     assert model_thread.stop()
     assert (model_thread.scheduler.num_running, model_thread.scheduler.num_waiting) == (0, 0)
+
+
+def test_what_was_learnt_is_saved_once_when_no_request_runs_and_at_the_end(raw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = queue.SimpleQueue[ModelRunner]()
+    monkeypatch.setattr(model_thread_module, "IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(model_thread_module, "save_learned", saved.put)
+    model_thread = ModelThread(runner := ModelRunner(raw), AdmissionLimits(1, 128, 8), Heard())
+    time.sleep(0.05)
+    assert saved.empty(), "there was no request"
+    model_thread.submit([job(5, 1, 4)])
+    assert saved.get(timeout=30) is runner
+    time.sleep(0.05)
+    assert saved.empty(), "nothing was learnt since"
+    assert model_thread.stop()
+    assert saved.get(timeout=30) is runner
 
 
 def test_a_full_queue_refuses_and_a_job_that_takes_too_long_is_given_up(raw: Any) -> None:

@@ -15,7 +15,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.methods.auto import auto, saved_profile
 from skipstone.methods.auto.auto import Auto, AutoDrafter
-from skipstone.methods.auto.learned import MIN_SAVED_STEPS
+from skipstone.methods.auto.learned import MIN_SAVED_STEPS, Learned
 from skipstone.policy.regret_budget import CREDIT, CREDIT_SECONDS, CREDIT_STEPS, REQUEST_CREDIT
 from tests.helpers import families
 from tests.helpers.machine import decode, llama, prompt
@@ -147,6 +147,12 @@ def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_o
         assert learned.policy.budget.overall == pytest.approx(credit - 0.001 / plain)
     decoded(method, runner)
     method.save_learned(runner)
+    drafter, charged = AutoDrafter(method, runner, 1, 64), list[float]()
+    drafter.learned.waiting["int4"] = 0.0
+    with monkeypatch.context() as patch:
+        patch.setattr(Learned, "charge_setup", lambda _, seconds: charged.append(seconds))
+        drafter._set_up("int4")
+    assert charged == [0.002], "with that of the first candidates"
     again = AutoDrafter(method, named(), 1, 64)
     assert again.learned.policy.position > 0
     assert not again.learned.is_limited
