@@ -19,6 +19,7 @@ from skipstone.assets import NANO
 from skipstone.decoding.draft import Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
+from skipstone.engines.choose_engine import copies_of
 from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.serving import logs
@@ -108,11 +109,11 @@ def test_a_server_whose_checkpoint_is_overwritten_needs_a_new_process(tmp_path: 
     server.failed = lambda: calls.append(server.health[0])
     with without_socket(server) as client:
         server.prepare_in_background()
-        while not ModelRunner(model).has_copy("int4"):
+        end = time.monotonic() + ENOUGH
+        while not (copies := copies_of(model)) and time.monotonic() < end:
             time.sleep(0.01)
-        nbytes = ModelRunner(model).copy_in("int4").nbytes
         (line,) = [one for one in client.get("/metrics").text.splitlines() if one.startswith("skipstone:extra_memory_bytes")]
-        assert float(line.split()[-1]) == nbytes
+        assert float(line.split()[-1]) == copies["int4"]
         os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
         for _ in range(2):
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
