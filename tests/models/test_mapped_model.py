@@ -56,6 +56,8 @@ REFUSED: list[dict[str, Any]] = [
     *({"num_key_value_heads": 3}, {"hidden_act": "relu"}, {"rms_norm_eps": -1.0}, {"sliding_window": 8}),
     *({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {"rope_scaling": {"rope_type": "llama3"}}),
     *({"layer_types": ["sliding_attention"] * 32}, {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}),
+    *({"model_type": "qwen2", "layer_types": ["full_attention"] * 31}, {"max_position_embeddings": -5}),
+    *({"partial_rotary_factor": 0.5}, {"rope_parameters": {"partial_rotary_factor": 0.5}}),
 ]
 
 

@@ -103,7 +103,8 @@ class MappedConfig:
         self.__dict__ |= {**_COMMON, **DEFAULTS[kind], **values}
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        if any(type(size) is not int or size < 1 for size in map(self.__dict__.get, _SIZES)):
+        sizes = map(self.__dict__.get, (*_SIZES, "max_position_embeddings"))
+        if any(type(size) is not int or size < 1 for size in sizes):
             raise UnmappableError("has sizes that are no positive numbers")
         if self.num_attention_heads % self.num_key_value_heads or self.hidden_size % self.num_attention_heads:
             raise UnmappableError("has sizes that do not fit each other")
@@ -165,6 +166,8 @@ class MappedConfig:
 
     def _expect_usable_layer_types(self) -> None:
         kinds = set(self.kinds_of_layers)
+        if len(self.kinds_of_layers) != self.num_hidden_layers:
+            raise UnmappableError("has fewer layer types than layers")
         if not kinds <= {FULL, SLIDING} or (SLIDING in kinds and not self.sliding_window):
             raise UnmappableError("has layers of other types, or windows without a size")
         if SLIDING in kinds and self.model_type not in HAVE_WINDOWS:
@@ -193,6 +196,8 @@ class MappedConfig:
                 parameters.setdefault("original_max_position_embeddings", self.max_position_embeddings)
             if kind not in ROPE_KEYS or not ROPE_KEYS[kind] <= parameters.keys():
                 raise UnmappableError(f"has rotary phases of the kind {kind!r}, or lacks their parameters")
+            if self.model_type != "phi3" and parameters.get("partial_rotary_factor", 1.0) != 1.0:
+                raise UnmappableError("has partial rotary phases, which its model type does not have")
 
     @property
     def rotary_kinds(self) -> dict[str, dict[str, Any]]:
