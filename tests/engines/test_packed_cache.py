@@ -88,6 +88,14 @@ def test_matrices_come_from_the_file(folder: Path) -> None:
     assert ": good" in succeed("cache", "verify").stdout
 
 
+def test_mapped_files_are_read_only_so_they_may_be_larger_than_memory(folder: Path) -> None:
+    logits(folder)
+    _kept = load_for_decoding(folder, quantize="int4")
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder.parent) in line]
+    assert {Path(path).suffix for *_, path in lines} == {".safetensors", ".panels"}
+    assert {permissions for _, permissions, *_ in lines} == {"r--s"}
+
+
 CUTS = {"empty": 0.0, "cut in the panels": 0.5, "cut in the index": 0.99, "cut at the end": 0.9999}
 LIMITS = {"small limit": "1000", "limit in words": "10GB"}
 

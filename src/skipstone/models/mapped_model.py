@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from skipstone.models.families import Family, InputStep, RotarySource
 from skipstone.models.layer_variants import ACTIVATIONS
 from skipstone.models.mapped_config import SLIDING, MappedConfig, UnmappableError
-from skipstone.models.weight_files import FilePlace, WeightFiles
+from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 
 QKV_BIASES = ("qwen2",)
 """Model types whose queries, keys and values always have biases, and whose other matrices never have."""
 FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Tensors of older checkpoints that nothing reads."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ReadWeight = Callable[[str, tuple[int, ...]], nn.Parameter]
 """(name, expected shape) -> a weight of the checkpoint."""
 
@@ -134,7 +133,7 @@ class MappedModel(nn.Module):
         self.lm_head = Linear(self.model.embed_tokens.weight)
         if not config.tie_word_embeddings:
             self.lm_head = self._linear("lm_head", config.vocab_size, config.hidden_size)
-        elif "lm_head.weight" in files and not torch.equal(files["lm_head.weight"], files["model.embed_tokens.weight"]):
+        elif "lm_head.weight" in files and not files.are_equal("lm_head.weight", "model.embed_tokens.weight"):
             raise UnmappableError("has a tied LM head of other values")
         left = self._unread - {"lm_head.weight"}
         if left := [name for name in left if not FURTHER_TENSORS.search(name)]:
@@ -180,11 +179,11 @@ class MappedModel(nn.Module):
         stored = self.files[name]
         if stored.shape != shape:
             raise UnmappableError(f"has {name} of shape {list(stored.shape)}, expected {list(shape)}")
-        if stored.dtype != self._dtype and not (self._dtype == torch.float32 and stored.dtype in DTYPES):
+        if self._dtype not in (stored.dtype, torch.float32):
             raise UnmappableError(f"has {name} in {stored.dtype}, expected {self._dtype}")
         self._unread.discard(name)
         weight = nn.Parameter(stored, requires_grad=False)
-        self.places[weight] = self.files.place_of(name)
+        self.places[weight] = self.files.file_place(name)
         return weight
 
     def _linear(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:
@@ -267,7 +266,7 @@ def _stored_dtype(config: MappedConfig, files: WeightFiles) -> torch.dtype:
     named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if named is not None:
         dtype = getattr(torch, str(named).removeprefix("torch."), None)
-        if dtype not in DTYPES:
+        if dtype not in DTYPES.values():
             raise UnmappableError(f"has the dtype {named!r}")
         return dtype
     return next((files[name].dtype for name in files.names if name in files), torch.float32)

@@ -4,7 +4,9 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -18,6 +20,16 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 LENGTH_BYTES = 8  # of the number of the header's bytes, at the beginning of a file
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights by their names in a header."""
+BLOCK_BYTES = 4 << 20
+"""Bytes of a tensor that are read at a time."""
+
+
+@contextmanager
+def read_only_buffers() -> Iterator[None]:
+    """Inside the block, torch does not warn of buffers that nobody may write into."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        yield
 
 
 class FilePlace(NamedTuple):
@@ -63,15 +75,16 @@ class WeightFiles:
         """A tensor whose memory is the mapped file. KeyError for an unknown name, and for a dtype that is not in DTYPES."""
         return self._tensors[name]
 
-    def place_of(self, name: str) -> FilePlace:
+    def file_place(self, name: str) -> FilePlace:
         """Where a tensor is. The descriptor is open as long as this object lives. KeyError for an unknown name."""
         return self._places[name]
 
+    @read_only_buffers()
     def mapped(self) -> dict[str, Tensor]:
         """The tensors of DTYPES in new mappings, which bring only those pages into memory that are read."""
         found = {}
         for handle, header in zip(self._handles, self._headers, strict=True):
-            pages = mmap.mmap(handle, 0, access=mmap.ACCESS_COPY)
+            pages = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
             pages.madvise(mmap.MADV_RANDOM)
             for name, about in json.loads(header).items():
                 if (dtype := DTYPES.get(about.get("dtype", ""))) is not None and (begin := about["data_offsets"])[0] < begin[1]:
@@ -79,6 +92,19 @@ class WeightFiles:
                     count = (begin[1] - begin[0]) // dtype.itemsize
                     found[name] = torch.frombuffer(pages, dtype=dtype, count=count, offset=place).view(about["shape"])
         return found
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same dtype, shape and bytes. Their mapped pages are not read. KeyError for an unknown
+        name."""
+        one, two = self[name], self[other]
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return False
+        (file, begin), (other_file, other_begin) = self._places[name], self._places[other]
+        for first in range(0, one.nbytes, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, one.nbytes - first)
+            if os.pread(file, size, begin + first) != os.pread(other_file, size, other_begin + first):
+                return False
+        return True
 
     @property
     def names(self) -> list[str]:

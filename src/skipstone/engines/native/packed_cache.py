@@ -51,16 +51,20 @@ class CachedPanels:
     is_filled = True
 
     def __init__(self, pages: mmap.mmap, matrices: Sequence[Sequence[int]]) -> None:
-        self._pages, self._matrices = pages, iter(matrices)
+        import torch  # which listing the files does not need
+
+        from skipstone.models.weight_files import read_only_buffers
+
+        with read_only_buffers():
+            self._bytes = torch.frombuffer(pages, dtype=torch.uint8)
+        self._matrices = iter(matrices)
 
     def take(self, size: int) -> "Tensor":
         """[size] uint8, of the next matrix. LookupError if its panels have another size."""
-        import torch  # which listing the files does not need
-
         offset, stored, _ = next(self._matrices, (0, -1, 0))
         if stored != size:
             raise LookupError("a cached file has panels of other sizes")
-        return torch.frombuffer(self._pages, dtype=torch.uint8, count=size, offset=offset)
+        return self._bytes[offset : offset + size]
 
 
 def place_of(identity: Any, quantize: str) -> Path | None:
@@ -81,7 +85,7 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
         if place is None or (index := _index(place))["identity"] != identity:
             return None
         with place.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with suppress(OSError):  # a folder of another user
             os.utime(place)
         return CachedPanels(pages, index["matrices"])

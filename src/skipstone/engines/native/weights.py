@@ -5,6 +5,7 @@ import math
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,14 @@ class MemoryRelease:
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
         self._freed = 0  # bytes since the last `trim`
+
+    @cached_property
+    def _files(self) -> list[tuple[int, int]]:
+        """First and last address of every mapping with a path."""
         maps = Path("/proc/self/maps")
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines() if maps.exists() else []
-        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]  # of mappings with a path
-        self._files = [(int(start, 16), int(end, 16)) for start, end in spans]
+        spans = [line.split(maxsplit=1)[0].split("-") for line in lines if " /" in line]
+        return [(int(start, 16), int(end, 16)) for start, end in spans]
 
     def give_up(self, weight: Tensor) -> None:
         """Release the whole pages of a weight that is mapped from a file. Any other is freed with its last reference."""
