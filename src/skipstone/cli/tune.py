@@ -54,7 +54,10 @@ def tune(
     about = {"texts": result.texts, "speed_up": result.speed_up, "steady_speed_up": result.steady_speed_up}
     about |= {"recommendation": tuning.recommendation(result)}
     saved = SavedPolicy(result.policy, result.identities, about, key_of(runner))
-    path = save_profile(runner, saved) if keep else None
+    path = None
+    if keep:
+        save_profile(runner, saved, by_files=False)  # for the same model from `skipstone.load`
+        path = save_profile(runner, saved)
     if as_json:
         document = {"kind": "skipstone-tune", "model": model.name, **about, "path": None if path is None else str(path)}
         document |= {"plain_seconds": result.plain_seconds, "waited_share": watch.waited_share}

@@ -356,9 +356,11 @@ def costs_of(
             tables[batch], fresh = measure(runner, batch), True
         for one in draft_models:
             if (name := one.fingerprint) not in tables[batch].draft_models:
-                seconds = measure_draft_model(runner, one, batch)
+                with ProcessorWatch() as watch:
+                    seconds = measure_draft_model(runner, one, batch)
                 known = {**tables[batch].draft_models, name: seconds}
-                tables[batch], fresh = replace(tables[batch], draft_models=known), True
+                is_busy = tables[batch].busy or was_busy(watch.waited_share)
+                tables[batch], fresh = replace(tables[batch], draft_models=known, busy=is_busy), True
     if old is not None and not fresh:
         return old
     costs = CostTables(tuple(tables[batch] for batch in sorted(tables)))

@@ -63,11 +63,12 @@ def key_of(model: ModelRunner) -> dict[str, Any]:
     return {"model": model.fingerprint, **_setting_of(model)}
 
 
-def local_key_of(model: ModelRunner) -> dict[str, Any]:
+def local_key_of(model: ModelRunner, *, by_files: bool = True) -> dict[str, Any]:
     """What a profile is valid for on this machine. On the native engine no matrix is read, which would delay a request: a
-    mapped model is known by its files, another one by its name and norms."""
+    mapped model is known by its files, another one by its name and norms. by_files: False for the key that a mapped model would
+    have if it was not mapped."""
     name = getattr(model.config, "name_or_path", "")
-    if isinstance(model.model, MappedModel):
+    if by_files and isinstance(model.model, MappedModel):
         known = digest(model.model.files.identity)
     elif not name or model.engine.name != "native":
         known = model.fingerprint
@@ -81,14 +82,14 @@ def local_key_of(model: ModelRunner) -> dict[str, Any]:
     return {"model": known, **_setting_of(model)}
 
 
-def _place_of(model: ModelRunner) -> Path | None:
+def _place_of(model: ModelRunner, *, by_files: bool = True) -> Path | None:
     """The path of the profile on this machine."""
-    return cache_place("auto", f"{digest(local_key_of(model))}.json")
+    return cache_place("auto", f"{digest(local_key_of(model, by_files=by_files))}.json")
 
 
-def save_profile(model: ModelRunner, saved: SavedPolicy) -> Path:
-    """Writes a policy. OSError if it cannot be written."""
-    path = _place_of(model)
+def save_profile(model: ModelRunner, saved: SavedPolicy, *, by_files: bool = True) -> Path:
+    """Writes a policy. by_files: as in `local_key_of`. OSError if it cannot be written."""
+    path = _place_of(model, by_files=by_files)
     if path is None:
         raise OSError("there is no cache folder: SKIPSTONE_CACHE names one")
     content = {"version": VERSION, "key": saved.key, "about": saved.about}
