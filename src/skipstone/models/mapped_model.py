@@ -266,7 +266,7 @@ def _stored_dtype(config: MappedConfig, files: WeightFiles) -> torch.dtype:
     named = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if named is not None:
         dtype = getattr(torch, str(named).removeprefix("torch."), None)
-        if dtype not in DTYPES.values():
+        if dtype is None or dtype not in DTYPES.values():
             raise UnmappableError(f"has the dtype {named!r}")
         return dtype
     return next((files[name].dtype for name in files.names if name in files), torch.float32)
