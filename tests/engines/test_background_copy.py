@@ -164,7 +164,7 @@ def test_a_copy_is_written_in_pieces_and_mapped_without_the_model_s_lock(folder:
     one, other = (ModelRunner(load_for_decoding(folder)[0]) for _ in range(2))
     pauses = list[int]()
     engine = one.copy_in("int4")
-    assert engine.cache_panels(one.model, lambda: pauses.append(1))
+    assert engine.cache_panels(one.model, pauses.append)
     assert len(pauses) > len(panels(one.in_fewer_bits("int4")))
     (entry,) = packed_cache.entries()
     assert packed_cache.damaged(entry) == []

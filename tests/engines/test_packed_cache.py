@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from skipstone import Speculative
 from skipstone.cli import cache as cache_verb
+from skipstone.engines import mapped_loading
 from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache
@@ -71,6 +73,16 @@ def test_a_second_start_has_the_same_bits_and_reads_no_matrix(quantize: str, fol
     (entry,) = packed_cache.entries()
     assert entry.about["quantize"] == quantize
     assert packed_cache.damaged(entry) == []
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_draft_model_uses_the_cache_as_its_target_does(cache: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ModelRunner(load_for_decoding(folder, cache=cache)[0])
+    Speculative(str(folder), draft_quantize="int4").draft_model_for(target)
+    assert len(list(packed_cache.entries())) == cache
+    monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: 100)
+    with pytest.raises(ValueError, match=r"draft model .* need .* GB of memory"):
+        Speculative(str(folder), draft_quantize="int8").draft_model_for(target)
 
 
 def test_matrices_come_from_the_file(folder: Path) -> None:

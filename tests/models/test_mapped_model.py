@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,13 +167,19 @@ def test_too_little_memory_is_a_sentence_with_the_need_and_the_remedy(tmp_path: 
     families.build("llama").save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: 100)
-    with pytest.raises(ValueError, match=r"need .* GB of memory, and 0\.0 GB are free: .* int4 needs"):
-        mapped_loading.load_for_decoding(tmp_path)
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+    for quantize in (None, "int8"):
+        with pytest.raises(ValueError, match=r"need .* GB of memory, and 0\.0 GB are free: .* int4 needs"):
+            mapped_loading.load_for_decoding(tmp_path, quantize=quantize)
+    with monkeypatch.context() as patch:
+        patch.setattr(mapped_loading, "available_memory_bytes", lambda: 1 << 30)
+        mapped_loading.load_for_decoding(tmp_path, quantize="int8")
+    mapped_loading.load_for_decoding(tmp_path, quantize="int8")  # which maps the panels that were written
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("hidden_seconds", "is_terminal"), [(0, True), (0, False), (60, True)])
-def test_packing_shows_its_progress_on_a_terminal_if_it_is_slow(
+def test_packing_and_writing_show_their_progress_on_a_terminal_if_they_are_slow(
     tied: bool, hidden_seconds: float, is_terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     families.build("llama", tie_word_embeddings=tied).save_pretrained(tmp_path)
@@ -180,10 +187,12 @@ def test_packing_shows_its_progress_on_a_terminal_if_it_is_slow(
     monkeypatch.setattr(progress, "HIDDEN_SECONDS", hidden_seconds)
     monkeypatch.setattr(sys, "stderr", written := io.StringIO())
     monkeypatch.setattr(written, "isatty", lambda: is_terminal, raising=False)
-    model, _ = mapped_loading.load_for_decoding(tmp_path)
-    *lines, last = written.getvalue().split("\r")
-    assert (last == "\x1b[K") == (hidden_seconds == 0 and is_terminal)
-    shares = [int(line.removeprefix("packing the weights: ").removesuffix(" %")) for line in lines if line]
-    assert shares == sorted(shares)
-    assert shares[-1:] == ([100] if last else [])
+    monkeypatch.setenv("SKIPSTONE_CACHE", str(tmp_path / "cache"))
+    model, _ = mapped_loading.load_for_decoding(tmp_path, quantize="int4")
+    is_shown = hidden_seconds == 0 and is_terminal
+    assert (written.getvalue()[-4:] == "\r\x1b[K") == is_shown
+    for title in ("packing the weights", "writing the quantised weights"):
+        shares = [int(share) for share in re.findall(rf"\r{title}: (\d+) %", written.getvalue())]
+        assert shares == sorted(shares)
+        assert shares[-1:] == ([100] if is_shown else [])
     assert model.report_packed is None

@@ -51,7 +51,7 @@ class CopyThread(threading.Thread):
             return
         engine = model.make_copy(quantize, self._pause)
         try:
-            engine.cache_panels(model.model, self._pause)
+            engine.cache_panels(model.model, lambda _: self._pause())
         except ValueError as error:
             logger.warning("the copy in %s is not in the disk's cache: %s", quantize, error)
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native import library
+from skipstone.engines.native import library, packed_cache
 from skipstone.engines.native.weights import QUANTIZED, packed_weights, quantised_bytes
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
@@ -63,7 +63,8 @@ def load_for_decoding(
             with progress_line("packing the weights", num_weights) as model.report_packed:
                 engine_of_model: Any = ModelRunner(model).engine  # packs the weights
             model.report_packed = None
-            engine_of_model.cache_panels(model)
+            with progress_line("writing the quantised weights", engine_of_model.nbytes) as report_written:
+                engine_of_model.cache_panels(model, report_written)
             return model, tokenizer
     from skipstone.engines import loading
 
@@ -72,26 +73,36 @@ def load_for_decoding(
 
 
 def expect_memory(model: MappedModel, quantize: str | None) -> None:
-    """ValueError if the panels of a model would not fit into the memory that is free."""
+    """ValueError if the panels of a model would not fit into the memory that is free. Panels in the disk's cache need none."""
+    remedy = "end other programs"
     if quantize in QUANTIZED:
+        if model.caches_panels and packed_cache.has(model.files.identity, quantize):
+            return
         needed = quantised_bytes(model, quantize)
-        remedy = "end other programs"
     else:
         needed = sum(one.numel() for one in packed_weights(model)) * model.dtype.itemsize
-        remedy = f"end other programs, or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
+    if quantize != "int4":
+        remedy += f", or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
     available = available_memory_bytes()
     if needed > available:
         sizes = f"need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
         raise ValueError(f"the weights of {model.config.name_or_path} {sizes}: {remedy}")
 
 
-def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any) -> Any:
-    """A model to run next to another one, which has the same way to load. Errors as in `loading.load_model`."""
+def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, quantize: str | None = None) -> Any:
+    """A model to run next to another one, which has the same way to load and uses the disk's cache alike.
+
+    quantize: what its weights will be packed in. Errors as in `loading.load_model`; ValueError if memory is too small.
+    """
     if isinstance(next_to, MappedModel) and device == "cpu":
         try:
-            return read_model(name, dtype)[0]
+            model, _ = read_model(name, dtype)
         except UNREADABLE:
             pass
+        else:
+            model.caches_panels = next_to.caches_panels
+            expect_memory(model, quantize)
+            return model
     from skipstone.engines import loading
 
     return loading.load_model(name, dtype=dtype, device=device)

@@ -115,16 +115,16 @@ class NativeEngine(Engine):
         """Size of the panels."""
         return self._weights.bytes
 
-    def cache_panels(self, model: Any, pause: Callable[[], None] = lambda: None) -> bool:
+    def cache_panels(self, model: Any, before_piece: Callable[[int], None] = lambda _: None) -> bool:
         """Write quantised panels to the disk's cache, if they do not come from it. Returns whether they are there: only a
-        mapped model has a place. pause: called between pieces of the work.
+        mapped model has a place. before_piece: called before each piece is written, with its number of bytes.
 
         ValueError if the checkpoint has changed since it was opened."""
         if self.quantize is None or not isinstance(model, MappedModel) or not model.caches_panels:
             return False
         if not model.files.is_current():
             raise ValueError(f"the checkpoint {model.config.name_or_path} changed while it was read: load it again")
-        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory, pause)
+        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory, before_piece)
 
     def _run_token(self, count: int) -> None:
         """Run one token through the first layers on `count` threads."""

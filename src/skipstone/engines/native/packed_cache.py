@@ -93,9 +93,11 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
         return None
 
 
-def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Callable[[], None] = lambda: None) -> bool:
+def write(
+    identity: Any, quantize: str, panels: "Sequence[Tensor]", before_piece: Callable[[int], None] = lambda _: None
+) -> bool:
     """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
-    cause one warning. pause: called before each piece of them."""
+    cause one warning. before_piece: called with the number of bytes of each."""
     place, size = place_of(identity, quantize), sum(len(one) + 64 for one in panels)
     try:
         if place is None:
@@ -105,7 +107,7 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Calla
         handle, hidden = tempfile.mkstemp(prefix=".", suffix=SUFFIX, dir=place.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels, pause)
+                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels, before_piece)
                 _flush(file)
             os.replace(hidden, place)
         finally:
@@ -116,14 +118,14 @@ def write(identity: Any, quantize: str, panels: "Sequence[Tensor]", pause: Calla
         return False
 
 
-def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]", pause: Callable[[], None]) -> None:
+def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]", before_piece: Callable[[int], None]) -> None:
     matrices, flushed = [], 0
     for one in panels:
         data: Any = one.numpy()
         begin, checksum = file.tell(), 0
         for first in range(0, len(data), PIECE_BYTES):
-            pause()
             piece = data[first : first + PIECE_BYTES]
+            before_piece(len(piece))
             checksum = zlib.crc32(piece, checksum)
             file.write(piece)
             if file.tell() - flushed >= FLUSH_BYTES:

@@ -19,6 +19,7 @@ from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.mapped_loading import load_named
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import FewerBits
 from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
@@ -173,15 +174,19 @@ class DraftModelMethod(ShortlistMethod):
                 f"no draft model for {own}: pass draft_model=, a folder or hub id of a smaller one with the same tokenizer"
             )
         dtype = target.model.dtype if self.draft_dtype is None else getattr(torch, self.draft_dtype)
+        quantize, device = self.draft_quantize, str(self.draft_device or target.device)
         try:
-            model = load_named(DRAFTS.get(name, name), dtype, str(self.draft_device or target.device), target.model)
+            packed_in = quantize or target.engine_options.quantize
+            model = load_named(DRAFTS.get(name, name), dtype, device, target.model, packed_in)
         except OSError as error:
             raise OSError(f"the draft model {name} for {own} is not there: {error}") from error
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"the draft model {name} for {own} cannot be loaded: {error}") from error
-        quantize = self.draft_quantize
         attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # no other code holds this model
-        return _checked(model, name, target)
+        draft_model = _checked(model, name, target)
+        if isinstance(draft_model.engine, NativeEngine):
+            draft_model.engine.cache_panels(model)
+        return draft_model
 
 
 class DraftModelDrafter(ChainDrafter):
