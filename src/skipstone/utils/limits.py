@@ -1,6 +1,8 @@
 """Limits of the memory that the clients of a server can make it use. Everything that a request creates and leaves has one."""
 
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,8 +27,13 @@ MAX_LEXER_STATES = 50_000
 """States that llguidance may add to one compiled grammar while a text is written. They take about 700 bytes each."""
 UNREAD_BYTES = 64 << 20
 """Limit of all events together that clients have not read yet."""
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""Where Linux says how much memory a container has."""
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where Linux has the cgroups, and the paths of those that limit this process."""
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""Controllers of cgroups (version 2, version 1) -> names of the files with the limit and the use, prefix of the use's parts."""
 ASSUMED_MEMORY_BYTES = 8 << 30
 """Assumed memory of a machine that does not say how much it has."""
 
@@ -38,8 +45,7 @@ def device_memory_bytes(device: torch.device) -> int:
     if not hasattr(os, "sysconf"):
         return ASSUMED_MEMORY_BYTES
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.exists() else ""
-    return min(machine, int(limit)) if limit.isdigit() else machine
+    return min([machine, *(limit for limit, _ in _cgroup_memory())])
 
 
 def available_memory_bytes() -> int:
@@ -47,8 +53,23 @@ def available_memory_bytes() -> int:
     listing = Path("/proc/meminfo")
     lines = listing.read_text().splitlines() if listing.exists() else []
     machine = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), ASSUMED_MEMORY_BYTES)
-    limit, used, pages = (CGROUP_LIMIT.with_name(name) for name in ("memory.max", "memory.current", "memory.stat"))
-    if not (limit.exists() and limit.read_text().strip().isdigit() and used.exists() and pages.exists()):
-        return machine
-    cached = next(int(line.split()[1]) for line in pages.read_text().splitlines() if line.startswith("inactive_file "))
-    return max(0, min(machine, int(limit.read_text()) - int(used.read_text()) + cached))
+    return max(0, min([machine, *(limit - used for limit, used in _cgroup_memory())]))
+
+
+def _cgroup_memory() -> Iterator[tuple[int, int]]:
+    """(limit, use without the page cache) in bytes of every cgroup with a limit that this process is in."""
+    lines = OWN_CGROUP.read_text().splitlines() if OWN_CGROUP.exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers not in CGROUP_FILES:
+            continue
+        limit_file, use_file, prefix = CGROUP_FILES[controllers]
+        root = CGROUPS / controllers
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            with suppress(OSError):  # a container shows only a part of the tree, and the root has no limit
+                if (limit := (folder / limit_file).read_text().strip()).isdecimal():
+                    parts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                    cached = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+                    yield int(limit), int((folder / use_file).read_text()) - cached
+            if folder == root:
+                break
