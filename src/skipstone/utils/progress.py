@@ -38,6 +38,7 @@ def progress_line(title: str, total: float) -> Iterator[Callable[[float], None]]
 def progress_bar(title: str, total: float, announce: bool = False) -> Iterator[Callable[..., None]]:
     """A bar on a terminal, nothing elsewhere and for a total of 0. announce: elsewhere one line at the beginning.
 
+    The bar opens with the first update: until then the block may write other lines of progress.
     Yields update(completed, description), to be called after each piece of work. Without `completed` it counts one more piece.
     """
     from rich.console import Console  # which takes long to import
@@ -49,13 +50,17 @@ def progress_bar(title: str, total: float, announce: bool = False) -> Iterator[C
     if announce and total and not console.is_terminal:
         console.print(f"{title}: {total}")
     is_hidden = not console.is_terminal or not total
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden)
 
-        def update(completed: float | None = None, description: str = title) -> None:
-            nonlocal task
-            if task is None:  # the work of an earlier run says nothing of the speed
-                task = bar.add_task(title, total=total, completed=int(completed or 0))
-            done: dict[str, Any] = {"advance": 1} if completed is None else {"completed": completed}
-            bar.update(task, description=description, **done)
+    def update(completed: float | None = None, description: str = title) -> None:
+        nonlocal task
+        if task is None:  # the work of an earlier run says nothing of the speed
+            bar.start()
+            task = bar.add_task(title, total=total, completed=int(completed or 0))
+        done: dict[str, Any] = {"advance": 1} if completed is None else {"completed": completed}
+        bar.update(task, description=description, **done)
 
+    try:
         yield update
+    finally:
+        bar.stop()
