@@ -1,5 +1,6 @@
 """The cache of quantised panels: the same bits, fewer reads, and every broken file is made again."""
 
+import json
 import os
 import stat
 import subprocess
@@ -92,12 +93,31 @@ def test_matrices_come_from_the_file(folder: Path) -> None:
     data[100] ^= 0x11
     path.write_bytes(data)
     assert not torch.equal(logits(folder), expected)
+    assert json.loads(succeed("cache", "list", "--json").stdout)[0]["model"] == str(folder)
     printed = run("cache", "verify")
-    assert (printed.exit_code, "damaged, remove it" in printed.stdout) == (cache_verb.DAMAGED, True)
-    assert str(folder) in succeed("cache", "list", "--json").stdout
-    succeed("cache", "clear")
+    assert (printed.exit_code, "damaged, removed" in printed.stdout) == (cache_verb.DAMAGED, True)
     assert torch.equal(logits(folder), expected)
     assert ": good" in succeed("cache", "verify").stdout
+
+
+def test_unfinished_and_older_files_are_named_and_removed_only_by_clear(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits(folder)
+    (left := only_file(folder).with_name(".left.panels")).touch()
+    monkeypatch.setattr(packed_cache, "VERSION", packed_cache.VERSION + 1)
+    assert "1 unfinished files" in succeed("cache", "list").stderr
+    assert "of an older format" in succeed("cache", "verify").stdout
+    assert left.exists()
+    assert "removed 2 files" in succeed("cache", "clear").stdout
+    assert not any(left.parent.iterdir())
+
+
+def test_a_hub_id_is_listed_and_a_file_that_is_not_whole_says_so(folder: Path) -> None:
+    model, _ = load_for_decoding(folder)
+    model.config.name_or_path = "org/model"
+    ModelRunner(model, quantize="int4").engine.cache_panels(model)
+    assert "org/model" in succeed("cache", "list").stdout
+    only_file(folder).write_bytes(b"x")
+    assert "(not whole)" in succeed("cache", "list").stdout
 
 
 def test_mapped_files_are_read_only_so_they_may_be_larger_than_memory(folder: Path) -> None:
@@ -123,7 +143,7 @@ def test_a_file_that_is_not_whole_is_made_again(damage: str, folder: Path, monke
         (other,) = {*path.parent.iterdir()} - {path}
         os.replace(other, path)
     elif damage == "other sizes":
-        packed_cache.write(weight_files(folder).identity, "int4", [torch.zeros(128, dtype=torch.uint8)] * 4)
+        packed_cache.write(weight_files(folder).identity, "int4", "", [torch.zeros(128, dtype=torch.uint8)] * 4)
     else:
         path.write_bytes(b"x" * len(data) if damage == "foreign" else data[: int(len(data) * CUTS[damage])])
     assert torch.equal(logits(folder), expected)
@@ -186,14 +206,15 @@ def test_what_cannot_be_written_is_a_warning_and_no_cache(obstacle: str, folder:
         monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, LIMITS[obstacle])
     else:
         monkeypatch.setattr(packed_cache, "cache_place", lambda *_: None)
-    with pytest.warns(RuntimeWarning, match="cannot write its cache"):
+    remedy = "SKIPSTONE_PACKED_BYTES to a larger number" if obstacle in LIMITS else "SKIPSTONE_CACHE to a writable folder"
+    with pytest.warns(RuntimeWarning, match=f"cannot write its cache .* set {remedy}"):
         found = logits(folder)
     assert torch.equal(found, logits(folder, cache=False))
     assert list(folder.parent.rglob("*.panels")) == [other.path]
 
 
 def test_a_file_that_another_process_removes_meanwhile_is_no_obstacle(folder: Path) -> None:
-    place = packed_cache.place_of([], "int4")
+    place = packed_cache.path_of([], "int4")
     assert place is not None
     place.parent.mkdir(parents=True)
     for name in (place.name, f".{place.name}"):
@@ -216,6 +237,16 @@ def test_the_entry_that_was_not_used_for_longest_goes_first(folder: Path, monkey
     logits(folder, "int4")
     found = {(one.about["quantize"], one.about["identity"][0][2] == 1) for one in packed_cache.entries()}
     assert found == {("int8", False), ("int4", True)}
+
+
+def test_the_entry_that_is_replaced_does_not_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for quantize in ("int8", "int4"):
+        logits(folder, quantize)
+    monkeypatch.setenv(packed_cache.LIMIT_VARIABLE, str(int(1.1 * sum(one.size for one in packed_cache.entries()))))
+    (replaced,) = (one.path for one in packed_cache.entries() if one.about["quantize"] == "int4")
+    replaced.write_bytes(replaced.read_bytes()[:-1])
+    logits(folder, "int4")
+    assert {one.about["quantize"] for one in packed_cache.entries()} == {"int8", "int4"}
 
 
 def test_processes_that_write_at_once_do_not_disturb_each_other(folder: Path) -> None:

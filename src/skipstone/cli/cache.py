@@ -1,7 +1,6 @@
 """`skipstone cache`: the quantised weights that are kept on the disk, so that later starts need not quantise them again."""
 
 import time
-from pathlib import Path
 
 import typer
 
@@ -19,43 +18,52 @@ cache = typer.Typer(no_args_is_help=True, help="The quantised weights that are k
 @takes_groups
 def list_entries(as_json: bool = AS_JSON) -> None:
     """Every file, with the model it was made of."""
-    from skipstone.engines.native.packed_cache import entries
+    from skipstone.engines.native.packed_cache import entries, unfinished
 
     rows = []
     for one in entries():
-        files = one.about.get("identity") or [["(not whole)"]]
+        model = one.about.get("model", "") if one.about else "(not whole)"
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used))
-        rows.append((str(Path(files[0][0]).parent), one.about.get("quantize", ""), round(one.size / 1e6), used, one.path.name))
+        rows.append((model, one.about.get("quantize", ""), round(one.size / 1e6), used, one.path.name))
     if as_json:
         terminal.print_json([dict(zip(COLUMNS, row, strict=True)) for row in rows], indent=2)
     elif rows:
         terminal.print_table(COLUMNS, rows)
     else:
         typer.echo("nothing is cached")
+    if number := len(unfinished()):
+        typer.echo(f"{number} unfinished files: processes are writing them, or were killed (clear removes them)", err=True)
 
 
 @cache.command()
 @takes_groups
 def clear() -> None:
-    """Remove all files."""
-    from skipstone.engines.native.packed_cache import entries
+    """Remove all files, unfinished ones included."""
+    from skipstone.engines.native.packed_cache import entries, unfinished
 
     removed = list(entries())
-    for one in removed:
-        one.path.unlink(missing_ok=True)
-    typer.echo(f"removed {len(removed)} files, {sum(one.size for one in removed) / 1e6:.0f} MB")
+    paths = [*(one.path for one in removed), *unfinished()]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    typer.echo(f"removed {len(paths)} files, {sum(one.size for one in removed) / 1e6:.0f} MB")
 
 
 @cache.command()
 @takes_groups
 def verify() -> None:
-    """Read all files whole and compare the checksums. Starts do not: they check only that a file is whole."""
-    from skipstone.engines.native.packed_cache import damaged, entries
+    """Read all files, compare the checksums and remove damaged files. Starts check only that a file is whole."""
+    from skipstone.engines.native.packed_cache import VERSION, damaged, entries
 
-    bad = 0
+    num_damaged = 0
     for one in entries():
-        wrong = damaged(one)
-        bad += bool(wrong)
-        typer.echo(f"{one.path}: {'damaged, remove it' if wrong else 'good'}")
-    if bad:
+        if one.about and one.about["version"] != VERSION:
+            found = "of an older format, which is not read"
+        elif damaged(one):
+            one.path.unlink(missing_ok=True)
+            num_damaged += 1
+            found = "damaged, removed"
+        else:
+            found = "good"
+        typer.echo(f"{one.path}: {found}")
+    if num_damaged:
         raise typer.Exit(DAMAGED)

@@ -106,11 +106,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @cache
-def warn_of_cache(folder: Path, reason: str) -> None:
+def warn_of_cache(folder: Path, reason: str, remedy: str = f"set {CACHE} to a writable folder") -> None:
     """Warn, once per process, folder and reason, that a cache cannot be written."""
     warnings.warn(
-        f"skipstone cannot write its cache in {folder} ({reason}), and computes the content again in every process: set "
-        f"{CACHE} to a writable folder",
+        f"skipstone cannot write its cache in {folder} ({reason}), and computes the content again in every process: {remedy}",
         RuntimeWarning,
         stacklevel=3,
     )

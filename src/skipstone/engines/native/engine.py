@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from itertools import repeat
 from operator import contains
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +125,11 @@ class NativeEngine(Engine):
             return False
         if not model.files.is_current():
             raise ValueError(f"the checkpoint {model.config.name_or_path} changed while it was read: load it again")
-        return self._is_cached or packed_cache.write(model.files.identity, self.quantize, self._weights.memory, before_piece)
+        name = model.config.name_or_path
+        shown = str(Path(name).resolve()) if Path(name).exists() else name
+        return self._is_cached or packed_cache.write(
+            model.files.identity, self.quantize, shown, self._weights.memory, before_piece
+        )
 
     def _run_token(self, count: int) -> None:
         """Run one token through the first layers on `count` threads."""

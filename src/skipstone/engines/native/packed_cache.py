@@ -29,15 +29,25 @@ MARK = b"skippack"  # the end of a whole file
 END = struct.Struct("<QI8s")  # number of the index's bytes, their checksum, MARK
 LIMIT_VARIABLE = "SKIPSTONE_PACKED_BYTES"
 """Environment variable for the limit of all files together. The files that were not used for longest are removed first."""
-LIMIT_BYTES = 32 << 30  # its default: six models of 8B in int4
-DISK_RESERVE_BYTES = 1 << 30  # that stay free on the disk
-STALE_SECONDS = 24 * 3600  # age of a file that a killed process was writing
-PIECE_BYTES = 4 << 20  # that are written between two pauses
-FLUSH_BYTES = 64 << 20  # that are written between two flushes, so that none takes long
+LIMIT_BYTES = 32 << 30
+"""The default of this limit: six models of 8B in int4."""
+DISK_RESERVE_BYTES = 1 << 30
+"""Bytes that stay free on the disk."""
+STALE_SECONDS = 24 * 3600
+"""An unfinished file of this age was left by a killed process."""
+PIECE_BYTES = 4 << 20
+"""Bytes that are written at a time."""
+FLUSH_BYTES = 64 << 20
+"""Bytes that are written between two flushes, so that none takes long."""
+
+
+class LimitError(Exception):
+    """The limit of all files together is too small, or no number."""
 
 
 class Entry(NamedTuple):
-    """A file of the cache. about: what it was made of. used: time of the last use, in seconds since the epoch."""
+    """A file of the cache. about: what it was made of, and the `VERSION` of that time; empty if the file is not whole.
+    used: time of the last use, in seconds since the epoch."""
 
     path: Path
     size: int
@@ -67,22 +77,22 @@ class CachedPanels:
         return self._bytes[offset : offset + size]
 
 
-def place_of(identity: Any, quantize: str) -> Path | None:
+def path_of(identity: Any, quantize: str) -> Path | None:
     """The path of the panels of some weight files (`WeightFiles.identity`); None if there is no cache folder."""
     return cache_place(FOLDER, digest([VERSION, identity, quantize], 32) + SUFFIX)
 
 
 def has(identity: Any, quantize: str) -> bool:
     """Whether there is a file, which may be damaged."""
-    place = place_of(identity, quantize)
+    place = path_of(identity, quantize)
     return place is not None and place.is_file()
 
 
 def read(identity: Any, quantize: str) -> CachedPanels | None:
     """The cached panels, mapped; None if there are none, or a file that is not whole or of something else."""
-    place = place_of(identity, quantize)
+    place = path_of(identity, quantize)
     try:
-        if place is None or (index := _index(place))["identity"] != identity:
+        if place is None or (index := _index(place))["version"] != VERSION or index["identity"] != identity:
             return None
         with place.open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -94,28 +104,33 @@ def read(identity: Any, quantize: str) -> CachedPanels | None:
 
 
 def write(
-    identity: Any, quantize: str, panels: "Sequence[Tensor]", before_piece: Callable[[int], None] = lambda _: None
+    identity: Any, quantize: str, model: str, panels: "Sequence[Tensor]", before_piece: Callable[[int], None] = lambda _: None
 ) -> bool:
-    """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder or a missing home
-    cause one warning. before_piece: called with the number of bytes of each."""
-    place, size = place_of(identity, quantize), sum(len(one) + 64 for one in panels)
+    """Write panels in the order of packing. Returns whether that worked: a full disk, a read-only folder, a missing home or a
+    small limit cause one warning. model: a folder or hub id, for listings. before_piece: called before a piece is written, with
+    its number of bytes."""
+    place, size = path_of(identity, quantize), sum(len(one) + 64 for one in panels)
+    folder = Path() if place is None else place.parent
+    about = {"version": VERSION, "model": model, "identity": identity, "quantize": quantize}
     try:
         if place is None:
             raise OSError(0, "there is no home folder")
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_room(place.parent, size)
-        handle, hidden = tempfile.mkstemp(prefix=".", suffix=SUFFIX, dir=place.parent)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(place, size)
+        handle, hidden = tempfile.mkstemp(prefix=".", suffix=SUFFIX, dir=folder)
         try:
             with os.fdopen(handle, "wb") as file:
-                _write_panels(file, {"version": VERSION, "identity": identity, "quantize": quantize}, panels, before_piece)
+                _write_panels(file, about, panels, before_piece)
                 _flush(file)
             os.replace(hidden, place)
         finally:
             Path(hidden).unlink(missing_ok=True)
         return True
+    except LimitError as error:
+        warn_of_cache(folder, str(error), f"set {LIMIT_VARIABLE} to a larger number of bytes")
     except OSError as error:
-        warn_of_cache(Path() if place is None else place.parent, str(error.strerror or error))
-        return False
+        warn_of_cache(folder, str(error.strerror or error))
+    return False
 
 
 def _write_panels(file: Any, about: dict[str, Any], panels: "Sequence[Tensor]", before_piece: Callable[[int], None]) -> None:
@@ -143,7 +158,7 @@ def _flush(file: Any) -> None:
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """The index of a whole file of this version. OSError or ValueError for any other."""
+    """The index of a whole file, of any version. OSError or ValueError for any other."""
     with path.open("rb") as file:
         end = file.seek(-END.size, os.SEEK_END)
         length, checksum, mark = END.unpack(file.read())
@@ -154,31 +169,33 @@ def _index(path: Path) -> dict[str, Any]:
     if zlib.crc32(data) != checksum:
         raise ValueError("a damaged index")
     index = json.loads(data)
-    if index["version"] != VERSION or index["size"] != end - length:
-        raise ValueError("another version or size")
+    if index["size"] != end - length:
+        raise ValueError("another size")
     return index
 
 
-def _make_room(folder: Path, size: int) -> None:
-    """Remove the entries that were not used for longest, down to the limit. OSError if the disk or the limit is too small."""
+def _make_room(place: Path, size: int) -> None:
+    """Remove the entries that were not used for longest, down to the limit. place: of the entry that will be replaced.
+
+    OSError if the disk is too small; LimitError if the limit is."""
     value = os.environ.get(LIMIT_VARIABLE) or str(LIMIT_BYTES)
     if not value.isdecimal():
-        raise OSError(0, f"{LIMIT_VARIABLE} must be a number of bytes, found {value!r}")
+        raise LimitError(f"{LIMIT_VARIABLE} is {value!r}, no number of bytes")
     if size > int(value):
-        raise OSError(0, f"{LIMIT_VARIABLE} allows {value} bytes, and the panels have {size}")
-    for left in folder.glob(f".*{SUFFIX}"):
+        raise LimitError(f"{LIMIT_VARIABLE} allows {value} bytes, and the panels have {size}")
+    for left in unfinished():
         with suppress(FileNotFoundError):  # another process has removed or renamed it
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()
-    kept = sorted(entries(), key=lambda one: one.used)
+    kept = sorted((one for one in entries() if one.path != place), key=lambda one: one.used)
     while kept and sum(one.size for one in kept) + size > int(value):
         kept.pop(0).path.unlink(missing_ok=True)
-    if shutil.disk_usage(folder).free < size + DISK_RESERVE_BYTES:
+    if shutil.disk_usage(place.parent).free < size + DISK_RESERVE_BYTES:
         raise OSError(0, f"the disk has no {size + DISK_RESERVE_BYTES} bytes left")
 
 
 def entries() -> Iterator[Entry]:
-    """All files of the cache. about is empty for one that is not whole."""
+    """All finished files of the cache."""
     folder = cache_place(FOLDER)
     for path in sorted(folder.glob(f"[!.]*{SUFFIX}")) if folder is not None else ():
         try:
@@ -188,6 +205,12 @@ def entries() -> Iterator[Entry]:
         with suppress(OSError, ValueError):
             about = _index(path)
         yield Entry(path, state.st_size, state.st_mtime, about)
+
+
+def unfinished() -> list[Path]:
+    """The files that processes are writing, or that killed processes left."""
+    folder = cache_place(FOLDER)
+    return [] if folder is None else sorted(folder.glob(f".*{SUFFIX}"))
 
 
 def damaged(entry: Entry) -> list[int]:
