@@ -85,11 +85,12 @@ ROUTES = (
 
 @dataclass
 class Answer(Exception):
-    """An answer that is no success. code: what the hub's X-Error-Code header says."""
+    """An answer that is no success. code: what the hub's X-Error-Code header says. commit: that lacks a file."""
 
     status: int
     code: str = ""
     message: str = ""
+    commit: str = ""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.unknown.append(f"{self.command} {path}")
             raise Answer(404, message="no such route")
         except Answer as refusal:
-            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message}
+            headers = {"X-Error-Code": refusal.code, "X-Error-Message": refusal.message, "X-Repo-Commit": refusal.commit}
             self.send(json.dumps({"error": refusal.message}).encode(), refusal.status, {k: v for k, v in headers.items() if v})
 
     do_GET = do_POST = do_PUT = do_HEAD = _answer
@@ -243,7 +244,7 @@ class Handler(BaseHTTPRequestHandler):
     def resolve(self, name: str, revision: str, file: str) -> None:
         repo, found = self.read(name, revision)
         if file not in repo.commits[found]:
-            raise Answer(404, "EntryNotFound", "Entry not found")
+            raise Answer(404, "EntryNotFound", "Entry not found", found)
         content = repo.commits[found][file]
         headers = {"X-Repo-Commit": found, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
         self.send(content, headers=headers | {"Content-Type": "application/octet-stream"})

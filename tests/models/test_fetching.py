@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.utils import _http
 
 import skipstone
+from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.methods.adadecode.heads import load_heads
 from skipstone.methods.drafting.layer_sets import load_profile
 from skipstone.models import fetching
 from skipstone.models.fetching import HubName, hub_name
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.tokenizer import read_tokenizer
+from skipstone.models.vocabularies import vocabulary
 from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt
@@ -91,6 +95,23 @@ def test_a_model_and_a_draft_model_of_a_revision(hub: Hub, tmp_path: Path) -> No
     by_id = new_tokens("speculative draft_model=me/draft@v1")
     assert by_id.new_tokens == new_tokens("autoregressive").new_tokens
     assert by_id.stats.drafted == new_tokens(f"speculative draft_model={tmp_path / 'draft'}").stats.drafted > 0
+
+
+def test_files_that_the_hubs_cache_lacks_are_fetched_once_for_a_mapped_model(hub: Hub, tmp_path: Path) -> None:
+    files = everything(model_folder(tmp_path / "model"))
+    del files["generation_config.json"]
+    hub.add("me/model", files | {"chat_template.jinja": b"{{ messages }}"})
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        hf_hub_download("me/model", file)
+    model, words = load_for_decoding("me/model")
+    assert isinstance(model, MappedModel)
+    assert words.chat_template == "{{ messages }}"
+    assert words.special_tokens_map == read_tokenizer(tmp_path / "model").special_tokens_map
+    asked = len(hub.asked)
+    load_for_decoding("me/model")
+    assert len(hub.asked) == asked
+    named, _ = load_for_decoding("me/model@main")
+    assert (named.config.name_or_path, vocabulary(named.config.name_or_path)) == ("me/model", words.get_vocab())
 
 
 @pytest.mark.parametrize("method", ["self_speculative", "swift"])

@@ -15,9 +15,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from skipstone.assets import NANO
 from skipstone.hf.api import chat_text
 from skipstone.hf.detokenizer import detokenize
+from skipstone.models import vocabularies
 from skipstone.models.mapped_config import DEFAULTS, UnmappableError
 from skipstone.models.tokenizer import NAMED, read_tokenizer
 from skipstone.models.tokenizer_classes import AS_WRITTEN, CLASS_OF_TYPE, CLASSES, tokenizer_class
+from skipstone.models.vocabularies import vocabulary
 from tests.helpers import text_tokenizers
 from tests.helpers.byte_level import byte_level
 
@@ -102,6 +104,16 @@ def expect_same(folder: Path) -> None:
             assert detokenize(ours, ids) == detokenize(theirs, ids)
     known = [token for token in ours.convert_ids_to_tokens(range(20)) if token is not None]
     assert ours.convert_tokens_to_string(known) == theirs.convert_tokens_to_string(known)
+
+
+def test_a_vocabulary_has_the_tokens_of_all_files_and_is_none_for_broken_ones(tmp_path: Path) -> None:
+    added = {"added_tokens_decoder": {"6": {"content": "<new>", "special": True}}}
+    folder = write(tmp_path, few_added("<s>"), "llama", {"tokenizer_class": "PreTrainedTokenizerFast", **added})
+    assert vocabulary(str(folder)) == AutoTokenizer.from_pretrained(folder).get_vocab()
+    assert "<new>" in (vocabulary(str(folder)) or {})
+    vocabularies._vocabulary.cache_clear()
+    (folder / "tokenizer.json").write_text("{")
+    assert vocabulary(str(folder)) is None
 
 
 def steps(tokenizer: Any) -> Any:

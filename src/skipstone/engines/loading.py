@@ -31,7 +31,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import gguf, torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.device_map import usable_device
-from skipstone.models.fetching import commit_of, hub_name, not_found_error
+from skipstone.models.fetching import cached_folder, hub_name, not_found_error
 from skipstone.models.generation_config import FILE, KEPT_DEFAULTS, read_generation_config, refuse_small_values
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised_checkpoints import expect_loadable
@@ -141,8 +141,8 @@ def load_model(  # noqa: PLR0913
         )
     model, report = loaded
     expect_fit(name, config.get("model_type"), model, report)
-    if (commit := commit_of(name, revision, "config.json")) is not None:
-        setattr(model.config, COMMIT, commit)
+    if not Path(name).exists() and (folder := cached_folder(name, revision, "config.json")) is not None:
+        setattr(model.config, COMMIT, folder.name)
     return (model if placed else model.to(place)).eval()
 
 

@@ -17,7 +17,7 @@ from skipstone.engines.native.weights import QUANTIZED, packed_weights, quantise
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
-from skipstone.models.tokenizer import read_tokenizer
+from skipstone.models.tokenizer import FURTHER_FILES, read_tokenizer
 from skipstone.models.vocabularies import COMMIT
 from skipstone.models.weight_files import weight_files
 from skipstone.utils.limits import available_memory_bytes
@@ -114,6 +114,7 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
     config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
     config.name_or_path = str(folder if name is None else name)
     if name is not None and not Path(name).expanduser().exists():
+        config.name_or_path = _repository(name)
         setattr(config, COMMIT, folder.name)
     if name is None and dtype == "auto":
         dtype = torch.float32
@@ -128,11 +129,18 @@ def _folder_of(name: str | Path) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    from skipstone.models.fetching import fetch
+    from skipstone.models.fetching import fetch, fetch_optional
 
     if path.exists():
         raise UnmappableError("is no folder")
-    return fetch(str(name), CONFIG)
+    folder = fetch(str(name), CONFIG)
+    fetch_optional(_repository(name), folder.name, FILE, *FURTHER_FILES)
+    return folder
+
+
+def _repository(name: str | Path) -> str:
+    """A hub id without its revision."""
+    return str(name).partition("@")[0]
 
 
 def _tokenizer_of(folder: Path) -> Any:

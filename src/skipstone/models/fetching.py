@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,20 @@ def fetch(name: str, *files: str) -> Path:
     return folder
 
 
+def fetch_optional(repo: str, commit: str, *files: str) -> None:
+    """Download those of some files that a commit has and the hub's cache lacks. The cache also keeps which ones are missing.
+
+    If the hub cannot be reached, the others are left out."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HTTPError, RemoteEntryNotFoundError  # type: ignore[reportPrivateImportUsage]
+
+    with suppress(OSError, ValueError, HTTPError):
+        for file in files:
+            if try_to_load_from_cache(repo, file, revision=commit) is None:
+                with suppress(RemoteEntryNotFoundError):
+                    hf_hub_download(repo, file, revision=commit)
+
+
 def local_or_fetched(source: str | Path, file: str) -> Path:
     """The local file, or a file of the hub if there is none and the name does not end in .json."""
     path = Path(source).expanduser()
@@ -75,12 +90,12 @@ def local_or_fetched(source: str | Path, file: str) -> Path:
     return path if hub is None or "/" not in hub.repo else fetch(str(source), file) / file
 
 
-def commit_of(name: str, revision: str | None, file: str) -> str | None:
-    """The commit of a repository's cached file at a revision; None for a local folder or a file that was not fetched."""
+def cached_folder(name: str, revision: str | None, file: str) -> Path | None:
+    """The folder of a repository's cached file at a revision, named by its commit; None for a file that was not fetched."""
     from huggingface_hub import try_to_load_from_cache
 
-    cached = None if Path(name).exists() else try_to_load_from_cache(name, file, revision=revision)
-    return Path(cached).parent.name if isinstance(cached, str) else None
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def not_found_error(name: str, error: BaseException, file: str | None = None) -> OSError:

@@ -17,6 +17,8 @@ FILE, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_temp
 FURTHER_TEMPLATES = "additional_chat_templates"  # a folder
 OLD_NAMES, OLD_TOKENS = "special_tokens_map.json", "added_tokens.json"
 """Files of older checkpoints: special tokens by name, and ids of added tokens."""
+FURTHER_FILES = (SETTINGS, TEMPLATE, OLD_NAMES, OLD_TOKENS)
+"""Files that a checkpoint may lack."""
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens that every tokenizer may have."""
 UNKNOWN_SETTINGS = ("auto_map", "fast_tokenizer_files", "init_inputs", "fix_mistral_regex", "split_special_tokens")

@@ -1,12 +1,16 @@
 """The vocabularies of tokenizers that are on this machine."""
 
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from skipstone.models.fetching import cached_folder
+from skipstone.models.mapped_config import UnmappableError
+from skipstone.models.tokenizer import FILE, read_tokenizer
+
 COMMIT = "_commit_hash"
 """Attribute of a config: the hub commit that the model was loaded from. transformers does not save it."""
-FILE = "tokenizer.json"
 
 
 def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
@@ -16,16 +20,16 @@ def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
         return None
     try:
         return _vocabulary(name, revision)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except Exception:  # the files may hold anything, and `tokenizers` has no error class of its own
         return None
 
 
 @lru_cache(maxsize=8)
 def _vocabulary(name: str, revision: str | None) -> dict[str, int]:
-    if (Path(name) / FILE).exists():
-        from tokenizers import Tokenizer
-
-        return Tokenizer.from_file(str(Path(name) / FILE)).get_vocab()
+    folder = Path(name) if Path(name).is_dir() else cached_folder(name, revision, FILE)
+    with suppress(UnmappableError):
+        if folder is not None:
+            return read_tokenizer(folder).get_vocab()
     from transformers import AutoTokenizer
 
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
