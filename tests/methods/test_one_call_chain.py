@@ -1,5 +1,6 @@
 """A greedy chain in one native call is the chain that is drafted token by token: tokens, states, keys and values, the text."""
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.methods.auto import auto
 from skipstone.models.decoder_model import DecoderModel
+from skipstone.policy import choose_drafter
 from skipstone.policy.choose_drafter import PLAIN, Decision, Policy
 from tests.helpers import families
 from tests.helpers.machine import start
@@ -179,6 +181,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, *, together: bool, shared: bool = T
         return Decision("layerskip, exit 2", thresholds=(0.0, *least), shared=(0.0, *beside) if together else ())
 
     monkeypatch.setattr(Policy, "decide", decide)
+    monkeypatch.setattr(choose_drafter, "STEADY", math.inf)  # plain decoding is timed in three steps, however long they take
     monkeypatch.setattr(Policy, "next_replay", lambda *_: None)
     monkeypatch.setattr(auto.method_states, "method_state", lambda *given: given[-1]())  # each run learns by itself
     asked = requests(3, frozenset(), (200, 200, 200))
