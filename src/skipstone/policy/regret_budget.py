@@ -9,7 +9,7 @@ from dataclasses import dataclass
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won, until their time is known
 CREDIT_STEPS = 0.75  # the same, when it is known: a first draft of a copy in int4; with SLACK 4 % of the time of 30 tokens
-CREDIT_SECONDS = 0.006  # in addition: less than the 10 ms that the first answer of a process may take longer
+CREDIT_SECONDS = 0.005  # in addition: half of the 10 ms that the first answer of a process may take longer
 REQUEST_CREDIT = 12.0  # plain steps that a request may lose of others' savings: with 4, hard beginnings end drafting (docs/lab)
 MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 
