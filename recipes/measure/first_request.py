@@ -5,7 +5,8 @@
 
 Every request runs in a process of its own, and the two methods take turns. Two times are compared: from the start of the
 process and from the call, each to the last token. The method may take 1.05 times as long as plain decoding and 10 ms. An empty
-cache is empty for every process. `skipstone tune` fills the other one before. Prints a Markdown table of medians. The last
+cache is empty for every process. `skipstone tune` fills the other one before. Prints a Markdown table of medians over all
+pairs of processes that ran one after the other, because a virtual machine's speed changes from minute to minute. The last
 column has what is left of the allowed time, the smaller of both, in milliseconds.
 """
 
@@ -92,9 +93,10 @@ def compare(asked: argparse.Namespace, folder: Path) -> list[float]:
             found[method].append(timed([model, method, str(tokens), mode], filled[model] if cache == "filled" else None))
         cells, left = list[str](), list[float]()
         for place in (0, 1):
-            plain, own = (statistics.median(times[place] for times in found[method]) for method in methods)
-            cells += [f"{plain:.3f}", f"{own:.3f}", f"{own / plain:.3f}"]
-            left.append(SHARE * plain + SECONDS - own)
+            pairs = [tuple(times[place] for times in pair) for pair in zip(*found.values(), strict=True)]
+            cells += [f"{statistics.median(column):.3f}" for column in zip(*pairs, strict=True)]
+            cells.append(f"{statistics.median(own / plain for plain, own in pairs):.3f}")
+            left.append(statistics.median(SHARE * plain + SECONDS - own for plain, own in pairs))
         waited += [times.waited_share for one in found.values() for times in one]
         cells.append(f"{1000 * min(left):.1f}")
         print(f"| {Path(model).name} | {cache} | {tokens} | {mode} | {' | '.join(cells)} |", flush=True)
