@@ -7,8 +7,9 @@ Every model is decoded by `skipstone generate` in fresh processes, 64 greedy tok
 the second one what the first has left. The files are in the page cache in both. FOLDER:int8 and FOLDER:int4 quantise. --shapes
 makes Llama models with random weights in bfloat16 and the tokenizer of another folder. They are measured in bfloat16, int8 and
 int4 (8b: int4 only). A peer is any command that writes its text to the standard output, such as llama.cpp's. It must not repeat
-the prompt (llama.cpp: --no-display-prompt), because the first byte counts as the first token. Commands take turns. Medians of
-all runs are printed as a Markdown table, with the processor's name. A busy machine is reported.
+the prompt (llama.cpp: --no-display-prompt), because the first byte counts as the first token. Commands take turns, and methods
+change their order, because a virtual machine may hand out memory more slowly to the first. Medians of all runs are printed as a
+Markdown table, with the processor's name. A busy machine is reported.
 """
 
 import argparse
@@ -132,23 +133,29 @@ def read_files(folder: Path) -> None:
                 pass
 
 
+def peer_name(command: str) -> str:
+    """The program and its file of weights."""
+    words = shlex.split(command)
+    return " ".join([Path(words[0]).name, *[Path(word).name for word in words if word.endswith(".gguf")]])
+
+
 def measure(models: list[str], methods: list[str], peers: list[str], runs: int, new_tokens: int) -> None:
     """Run all commands in turns, and print the table."""
     found: dict[tuple[str, str, str], list[Start]] = {}
     imports = f"import {', '.join(IMPORTS)}; print()"
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(runs):
+        for run in range(runs):
             alone = started([sys.executable, "-c", imports], Path(folder))
             found.setdefault(("imports of " + ", ".join(IMPORTS), "", ""), []).append(alone)
             for model in models:
                 read_files(Path(model.partition(":")[0]))
-                for method in methods:
+                for method in methods[:: -1 if run % 2 else 1]:
                     with tempfile.TemporaryDirectory() as cache:
                         for start in ("first", "second"):
                             one = started(command_of(model, method, new_tokens), Path(cache))
                             found.setdefault((Path(model).name, method, start), []).append(one)
             for peer in peers:
-                found.setdefault((peer, "", ""), []).append(started(shlex.split(peer), Path(folder)))
+                found.setdefault((peer_name(peer), "", ""), []).append(started(shlex.split(peer), Path(folder)))
     from skipstone.lab.timing.machine import cpu  # which imports torch
 
     print(f"{cpu()}, {os.cpu_count()} processors, {runs} runs, {new_tokens} tokens\n")
