@@ -17,9 +17,12 @@ from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache, weights
 from skipstone.methods.auto import auto
-from skipstone.methods.auto.auto import Auto
+from skipstone.methods.auto.auto import COPY_DRAFTER, Auto
 from skipstone.methods.auto.learned import Learned
+from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.models.weight_files import WeightFiles
+from skipstone.policy.choose_drafter import DrafterState, Policy, Rate
+from skipstone.policy.cost_model import LearnedCosts, MeanTime
 from tests.helpers import families
 from tests.helpers.machine import llama, prompt
 from tests.helpers.native import NATIVE_ONLY
@@ -129,6 +132,9 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
         raise AssertionError("weights are packed in a request")
 
     monkeypatch.setattr(weights.NativeWeights, "_pack", refuse)
+    slow = Policy(LearnedCosts(MeanTime(1.0)), {COPY_DRAFTER: DrafterState(Rate(1.0, 99.0))})
+    assert list(Auto().waiting(second, None)) == ["int4"]
+    assert not Auto().waiting(second, SavedPolicy(slow, {}, {}, {})), "it did not pay before"
     assert not has_copy_as_candidate(second), "it is mapped when the budget pays for that"
     assert has_copy_as_candidate(second, "int4")
     assert panels(second.in_fewer_bits("int4")) == panels(first.in_fewer_bits("int4"))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 SLACK = 0.015  # share of plain decoding's time that may be lost: default of the setting `slack`
 CREDIT = 4.0  # plain steps that may be lost before anything was won, until their time is known
-CREDIT_STEPS = 0.75  # the same, when it is known: a first draft of a copy in int4; with SLACK 4 % of the time of 30 tokens
-CREDIT_SECONDS = 0.005  # in addition: half of the 10 ms that the first answer of a process may take longer
+CREDIT_SECONDS = 0.005  # the same in seconds: half of the 10 ms that the first answer of a process may take longer
+CREDIT_STEPS = 0.75  # in addition, if a gain is expected: a first draft of a copy in int4; with SLACK 4 % of 30 tokens' time
 REQUEST_CREDIT = 12.0  # plain steps that a request may lose of others' savings: with 4, hard beginnings end drafting (docs/lab)
 MAX_BALANCE = 32.0  # plain steps that are saved at most: twenty failed drafting steps, or one step of an expensive drafter
 
@@ -24,8 +24,8 @@ class RegretBudget:
         charged time <= (1 + slack) tokens + credit         over all requests,
         charged time <= (1 + slack) tokens + REQUEST_CREDIT over the running one,
 
-    plus the excess of the last step over its expected time. The credit is that of `set_credit`. The first
-    bound also holds over any part of the text, with MAX_BALANCE instead of the credit.
+    plus the excess of the last step over its expected time. The credit is that of `set_credit`. The first bound
+    also holds over any part of the text, with MAX_BALANCE instead of the credit.
     """
 
     slack: float = SLACK
@@ -35,9 +35,10 @@ class RegretBudget:
     def begin_request(self) -> None:
         self.request = REQUEST_CREDIT
 
-    def set_credit(self, plain_seconds: float) -> None:
-        """Replace CREDIT by CREDIT_STEPS and CREDIT_SECONDS. plain_seconds: of a plain step."""
-        self.overall += min(CREDIT_STEPS + CREDIT_SECONDS / plain_seconds, REQUEST_CREDIT) - CREDIT
+    def set_credit(self, plain_seconds: float, *, expects_gain: bool) -> None:
+        """Replace CREDIT by CREDIT_SECONDS. plain_seconds: of a plain step. expects_gain: there are CREDIT_STEPS more, for a drafter
+        that was faster than plain decoding in an earlier process."""
+        self.overall += min(expects_gain * CREDIT_STEPS + CREDIT_SECONDS / plain_seconds, REQUEST_CREDIT) - CREDIT
 
     def charge(self, time: float, tokens: float) -> None:
         """Charges steps that took this time and committed these tokens (of a batch: the mean of its rows)."""

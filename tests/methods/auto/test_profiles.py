@@ -1,6 +1,7 @@
 """What `auto` has learnt, in files: kept for other processes and other sets of candidates."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,13 @@ def test_a_first_request_may_lose_its_credit_in_seconds_and_its_set_up_is_part_o
     """Whether or not a profile was saved."""
     monkeypatch.setattr(AutoDrafter, "setup_seconds", lambda *_: 0.001)
     runner, method = named(), Auto((PromptLookup(),))
-    for plain in (0.0001, 0.05):
+    for plain, expects_gain in product((0.0001, 0.05), (False, True)):
         learned = AutoDrafter(method, runner, 1, 64).learned
-        learned.is_limited = False
+        learned.is_limited, learned.expects_gain = False, expects_gain
         learned.policy.budget.overall = CREDIT
         learned.policy.costs.plain.value = plain
         learned.charge_setup(0.001)
-        credit = min(CREDIT_STEPS + CREDIT_SECONDS / plain, REQUEST_CREDIT)
+        credit = min(expects_gain * CREDIT_STEPS + CREDIT_SECONDS / plain, REQUEST_CREDIT)
         assert learned.policy.budget.overall == pytest.approx(credit - 0.001 / plain)
     decoded(method, runner)
     method.save_learned(runner)

@@ -37,7 +37,18 @@ from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
 from skipstone.methods.self_speculative import SelfSpeculative
-from skipstone.policy.choose_drafter import COLD_STEPS, LOOKUP, PLAIN, PROBE, PROBE_STEPS, RECYCLE, WINDOW, Decision, StepResult
+from skipstone.policy.choose_drafter import (
+    COLD_STEPS,
+    LOOKUP,
+    MARGIN,
+    PLAIN,
+    PROBE,
+    PROBE_STEPS,
+    RECYCLE,
+    WINDOW,
+    Decision,
+    StepResult,
+)
 from skipstone.policy.cost_model import TABLE, typical
 from skipstone.policy.regret_budget import SLACK
 from skipstone.utils.setup_times import setup_work
@@ -48,6 +59,7 @@ RESERVE_SECONDS = 0.002
 """The rest of the budget that is not spent on looking texts up and keeping continuations."""
 HEADS, HEADS_SECONDS, COPY_SECONDS = "heads", 0.010, 0.005
 """Expected times of reading bundled exit heads, and of mapping a copy of the weights from the disk's cache."""
+COPY_DRAFTER = f"{SelfSpeculative.name}, {COPY}"
 PAYING_STEP_SECONDS = 0.003
 """Time of a plain step above which drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too
 much."""
@@ -89,12 +101,13 @@ class Auto(Method):
         known = (Autoregressive, *map(type, methods))
         return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
 
-    def waiting(self, model: ModelRunner) -> dict[str, float]:
-        """What `methods` would read from the disk first, with the expected seconds."""
+    def waiting(self, model: ModelRunner, saved: SavedPolicy | None) -> dict[str, float]:
+        """What `methods` would read from the disk first, with the expected seconds, but for a copy of the weights that did not pay
+        in earlier processes."""
         if self.candidates is not None or model.family.recurrent:
             return {}
         needed = {}
-        if self.takes_copy(model) and not model.has_copy(COPY) and model.has_cached_copy(COPY):
+        if self.takes_copy(model) and not model.has_copy(COPY) and model.has_cached_copy(COPY) and copy_pays(saved, True):
             needed[COPY] = COPY_SECONDS
         if not are_loaded(model) and fitting_heads(model):
             needed[HEADS] = HEADS_SECONDS
@@ -168,6 +181,13 @@ class Auto(Method):
         return AutoDrafter(self, model, rows, capacity)
 
 
+def copy_pays(saved: SavedPolicy | None, unknown: bool) -> bool:
+    """Whether a copy of the weights was faster than plain decoding when the policy was saved. unknown: the answer if it says
+    nothing of it."""
+    known = None if saved is None else saved.policy.drafters.get(COPY_DRAFTER)
+    return unknown if known is None else known.rate.value > 1 + MARGIN
+
+
 class AutoDrafter(Drafter):
     """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
@@ -204,7 +224,8 @@ class AutoDrafter(Drafter):
         method, model = self.method, self.model
         is_read = method.use_profile or method.profile is not None
         saved = saved_profile.load_profile(model, method.profile) if is_read else None
-        learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, waiting=method.waiting(model))
+        learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, waiting=method.waiting(model, saved))
+        learned.expects_gain = COPY in learned.waiting and copy_pays(saved, False)
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
         return learned

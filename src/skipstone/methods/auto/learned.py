@@ -54,8 +54,8 @@ class Learned:
     """policies: by the number of rows that decode, because step times depend on it. saved: what an earlier process has saved.
     live: the number of rows now. identities: of drafters, by name. kept: continuations for recycling. steps, kinds: number of
     steps, in all and by drafter. plain_seconds: of the latest plain steps. is_limited: the budget's credit was adapted to the
-    time of a plain step. waiting: expected seconds of setting up further candidates, by what they need. saved_steps: steps at
-    the last saving."""
+    time of a plain step. waiting: expected seconds of setting up further candidates, by what they need.
+    expects_gain: one of them was faster than plain decoding in an earlier process. saved_steps: steps at the last saving."""
 
     policies: dict[int, Policy]
     saved: SavedPolicy | None = None
@@ -70,6 +70,7 @@ class Learned:
     log: PolicyLog | None = None
     is_limited: bool = False
     waiting: dict[str, float] = field(default_factory=dict)
+    expects_gain: bool = False
     saved_steps: int = 0
 
     @property
@@ -93,7 +94,7 @@ class Learned:
         budget, plain = self.policy.budget, self.policy.costs.plain.value
         if not self.is_limited:
             self.is_limited = True
-            budget.set_credit(plain)
+            budget.set_credit(plain, expects_gain=self.expects_gain)
         budget.charge(seconds / plain, 0.0)
         self.write_state()
 
