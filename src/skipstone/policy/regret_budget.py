@@ -36,8 +36,8 @@ class RegretBudget:
         self.request = REQUEST_CREDIT
 
     def set_credit(self, plain_seconds: float, *, expects_gain: bool) -> None:
-        """Replace CREDIT by CREDIT_SECONDS. plain_seconds: of a plain step. expects_gain: there are CREDIT_STEPS more, for a drafter
-        that was faster than plain decoding in an earlier process."""
+        """Replace CREDIT by CREDIT_SECONDS. plain_seconds: of a plain step. expects_gain: there are CREDIT_STEPS more, for a
+        drafter that was faster than plain decoding in an earlier process."""
         self.overall += min(expects_gain * CREDIT_STEPS + CREDIT_SECONDS / plain_seconds, REQUEST_CREDIT) - CREDIT
 
     def charge(self, time: float, tokens: float) -> None:

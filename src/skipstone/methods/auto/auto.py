@@ -102,8 +102,8 @@ class Auto(Method):
         return (*methods, *(own for own in self.own or () if own.lossless and type(own) not in known))
 
     def waiting(self, model: ModelRunner, saved: SavedPolicy | None) -> dict[str, float]:
-        """What `methods` would read from the disk first, with the expected seconds, but for a copy of the weights that did not pay
-        in earlier processes."""
+        """What `methods` would read from the disk first, with the expected seconds. A copy of the weights that did not pay in
+        earlier processes is left out."""
         if self.candidates is not None or model.family.recurrent:
             return {}
         needed = {}
