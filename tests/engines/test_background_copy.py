@@ -18,7 +18,6 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import packed_cache, weights
 from skipstone.methods.auto import auto
 from skipstone.methods.auto.auto import COPY_DRAFTER, Auto
-from skipstone.methods.auto.learned import Learned
 from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.models.weight_files import WeightFiles
 from skipstone.policy.choose_drafter import DrafterState, Policy, Rate
@@ -142,17 +141,15 @@ def test_a_copy_of_a_checkpoint_is_mapped_by_the_next_process_and_never_made_in_
     assert not has_copy_as_candidate(third, "int4")
 
 
-def test_a_copy_on_the_disk_is_mapped_inside_a_text_when_the_budget_pays_for_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("seconds", "is_mapped"), [(0.0, True), (9.0, False)])
+def test_a_copy_on_the_disk_is_mapped_inside_a_text_if_the_budget_pays_for_it(
+    seconds: float, is_mapped: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, runner = (ModelRunner(load_for_decoding(folder)[0]) for _ in range(2))
     Auto().make_copy(made)
-
-    def affordable_setup(learned: Learned) -> str | None:
-        return next(iter(learned.waiting), None) if learned.policy.is_timed else None
-
     monkeypatch.setattr(auto, "PAYING_STEP_SECONDS", 0.0)
-    monkeypatch.setattr(Learned, "affordable_setup", affordable_setup)
+    monkeypatch.setattr(auto, "COPY_SECONDS", seconds)
+    monkeypatch.setattr(auto.AutoDrafter, "setup_seconds", lambda *_: 0.0)
     decoder = DecodingLoop(Auto().start(runner, 1, 96))
     drafter: Any = decoder.session.drafter
     decoder.admit(0, Request(prompt(9), 60))
@@ -160,8 +157,8 @@ def test_a_copy_on_the_disk_is_mapped_inside_a_text_when_the_budget_pays_for_it(
     assert not runner.has_copy("int4")
     texts = [token for step in run(decoder) for token in step.tokens[0]]
     assert len(texts) >= 59
-    assert runner.has_copy("int4")
-    assert "self_speculative, int4" in drafter.candidates
+    assert runner.has_copy("int4") == is_mapped
+    assert (COPY_DRAFTER in drafter.candidates) == is_mapped
 
 
 def test_a_copy_is_written_in_pieces_and_mapped_without_the_model_s_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

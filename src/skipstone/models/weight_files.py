@@ -72,7 +72,7 @@ class WeightFiles:
         return name in self._tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor whose memory is the mapped file. KeyError for an unknown name, and for a dtype that is not in DTYPES."""
+        """A tensor in the memory of the mapped file. KeyError for an unknown name, and for a dtype that is not in DTYPES."""
         return self._tensors[name]
 
     def file_place(self, name: str) -> FilePlace:

@@ -229,8 +229,8 @@ class Policy:
         return plain._replace(kind=PROBE, reason=reason, steps=PROBE_STEPS, explores=True)
 
     def _wait(self, plain: Decision, amount: float) -> Decision:
-        """Plain steps until the budget covers an amount, and not fewer than CHOOSE_EVERY: a decision takes a part of what a few
-        steps add to the budget."""
+        """At least CHOOSE_EVERY plain steps, until the budget covers an amount. After fewer steps the next decision would cost
+        more than they have added to the budget."""
         steps = self.budget.steps_until(amount, PLAIN_AT_ONCE if plain.current is None else WINDOW)
         reason = "the regret budget is spent: plain until it recovers"
         return plain._replace(reason=reason, steps=max(steps, CHOOSE_EVERY))

@@ -317,7 +317,7 @@ class NativeWeights:
         """
         stored, kind = TYPES[weight.dtype], self._kind(weight, quantize)
         matrices, memory, rows = [], [], dense(weight, free=1)
-        for part in rows.split(sizes) if len(sizes) > 1 else (rows,):
+        for part in rows.split(sizes):
             outputs, inputs = part.shape
             size = self._library.sk_packed_bytes(kind, outputs, inputs)
             memory.append(self._chunks.take(size))

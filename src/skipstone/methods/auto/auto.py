@@ -107,7 +107,9 @@ class Auto(Method):
         if self.candidates is not None or model.family.recurrent:
             return {}
         needed = {}
-        if self.takes_copy(model) and not model.has_copy(COPY) and model.has_cached_copy(COPY) and copy_pays(saved, True):
+        rate = None if saved is None else saved.rate(COPY_DRAFTER)
+        may_pay = rate is None or rate > 1 + MARGIN
+        if may_pay and self.takes_copy(model) and not model.has_copy(COPY) and model.has_cached_copy(COPY):
             needed[COPY] = COPY_SECONDS
         if not are_loaded(model) and fitting_heads(model):
             needed[HEADS] = HEADS_SECONDS
@@ -181,13 +183,6 @@ class Auto(Method):
         return AutoDrafter(self, model, rows, capacity)
 
 
-def copy_pays(saved: SavedPolicy | None, unknown: bool) -> bool:
-    """Whether a copy of the weights was faster than plain decoding when the policy was saved. unknown: the answer if it says
-    nothing of it."""
-    known = None if saved is None else saved.policy.drafters.get(COPY_DRAFTER)
-    return unknown if known is None else known.rate.value > 1 + MARGIN
-
-
 class AutoDrafter(Drafter):
     """Owns the drafters of all candidates. Lets one of them draft as the policy decides, and measures its steps."""
 
@@ -225,7 +220,7 @@ class AutoDrafter(Drafter):
         is_read = method.use_profile or method.profile is not None
         saved = saved_profile.load_profile(model, method.profile) if is_read else None
         learned = Learned({1: first_policy(method.slack, recycles, saved)}, saved, waiting=method.waiting(model, saved))
-        learned.expects_gain = COPY in learned.waiting and copy_pays(saved, False)
+        learned.expects_gain = COPY in learned.waiting and saved is not None and saved.rate(COPY_DRAFTER) is not None
         if method.log is not None and model.ranks.writes:
             learned.log = PolicyLog(Path(method.log))
         return learned

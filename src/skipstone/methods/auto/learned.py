@@ -100,7 +100,7 @@ class Learned:
 
     @property
     def seconds_left(self) -> float:
-        """The remaining budget."""
+        """The remaining budget in seconds."""
         return self.policy.budget.remaining * self.policy.costs.plain.value
 
     def affordable_setup(self) -> str | None:

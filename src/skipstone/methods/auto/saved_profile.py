@@ -45,6 +45,11 @@ class SavedPolicy:
     about: dict[str, Any]
     key: dict[str, Any]
 
+    def rate(self, drafter: str) -> float | None:
+        """A drafter's tokens per plain step; None if the policy does not know it."""
+        known = self.policy.drafters.get(drafter)
+        return None if known is None else known.rate.value
+
 
 def _setting_of(model: ModelRunner) -> dict[str, Any]:
     """What costs depend on apart from the weights."""
