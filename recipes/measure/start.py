@@ -1,4 +1,4 @@
-"""How long a user waits: from the start of a process to its first token and to its last one, and the memory that it takes.
+"""How long a user waits: seconds from the start of a process to its first token, its last token and its end, and its memory.
 
     python recipes/measure/start.py --models nano FOLDER FOLDER:int4 [--methods auto autoregressive] [--runs 5] [--shapes 1b 8b]
         [--tokenizer FOLDER] [--folder runs/start] [--peer "PROGRAM -m FILE.gguf -n 64 ..."]
@@ -41,7 +41,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 class Start(NamedTuple):
-    """Seconds from the start of a process to its first output and to its end.
+    """Seconds from the start of a process to its first output, its last output and its end.
 
     peak: largest resident memory in MB. It includes pages of mapped files, also those that other processes share. busy_share:
     of the processors' time, what other programs used meanwhile; 0 if the system does not tell.
@@ -49,6 +49,7 @@ class Start(NamedTuple):
 
     first: float
     last: float
+    end: float
     peak: float
     busy_share: float
 
@@ -63,18 +64,18 @@ def started(command: list[str], cache: Path) -> Start:
         machine, began = machine_seconds(), time.perf_counter()
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment)
         assert process.stdout is not None
-        output = process.stdout.read(1)
-        first = time.perf_counter() - began
-        output += process.stdout.read()
+        written = []
+        while os.read(process.stdout.fileno(), 1 << 16):
+            written.append(time.perf_counter() - began)
         _, status, used = os.wait4(process.pid, 0)
-        last = time.perf_counter() - began
+        end = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
-        if status or not output:
+        if status or not written:
             errors.seek(0)
             raise SystemExit(f"{shlex.join(command)} failed:\n{errors.read().decode(errors='replace')}")
     worked = (machine_seconds() or 0.0) - (machine or 0.0)
-    busy_share = max(worked - used.ru_utime - used.ru_stime, 0.0) / (last * (os.cpu_count() or 1))
-    return Start(first, last, used.ru_maxrss * 1024 / 1e6, busy_share)
+    busy_share = max(worked - used.ru_utime - used.ru_stime, 0.0) / (end * (os.cpu_count() or 1))
+    return Start(written[0], written[-1], end, used.ru_maxrss * 1024 / 1e6, busy_share)
 
 
 def make_shape(name: str, folder: Path, tokenizer: Path) -> Path:
@@ -159,10 +160,10 @@ def measure(models: list[str], methods: list[str], peers: list[str], runs: int, 
     from skipstone.lab.timing.machine import cpu  # which imports torch
 
     print(f"{cpu()}, {os.cpu_count()} processors, {runs} runs, {new_tokens} tokens\n")
-    print("| model | method | start | first token, s | last token, s | peak MB |\n| --- | --- | --- | --- | --- | --- |")
+    print("| model | method | start | first token, s | last token, s | end, s | peak MB |\n" + "| --- " * 7 + "|")
     for names, starts in found.items():
-        first, last, peak, _ = (statistics.median(values) for values in zip(*starts, strict=True))
-        print(f"| {' | '.join(names)} | {first:.2f} | {last:.2f} | {peak:.0f} |")
+        first, last, end, peak, _ = (statistics.median(values) for values in zip(*starts, strict=True))
+        print(f"| {' | '.join(names)} | {first:.2f} | {last:.2f} | {end:.2f} | {peak:.0f} |")
     busy_share = statistics.median(start.busy_share for starts in found.values() for start in starts)
     if was_busy(busy_share):
         print(f"\nthe machine was busy: other programs used {busy_share:.0%} of the processors' time")

@@ -4,6 +4,8 @@ Nothing here imports torch or transformers before a verb needs them, so that hel
 once.
 """
 
+import atexit
+import gc
 import sys
 import traceback
 from importlib import import_module
@@ -69,4 +71,5 @@ for name in VERBS:
         app.command(rich_help_panel="Commands")(takes_groups(verb))
 
 
+atexit.register(gc.freeze)  # the interpreter's last collections would visit all objects of torch, .2 s long
 main = app  # the console script
