@@ -143,7 +143,7 @@ def peer_name(command: str) -> str:
 def measure(models: list[str], methods: list[str], peers: list[str], runs: int, new_tokens: int) -> None:
     """Run all commands in turns, and print the table."""
     found: dict[tuple[str, str, str], list[Start]] = {}
-    imports = f"import {', '.join(IMPORTS)}; print()"
+    imports = f"import {', '.join(IMPORTS)}; print(flush=True)"
     with tempfile.TemporaryDirectory() as folder:
         for run in range(runs):
             alone = started([sys.executable, "-c", imports], Path(folder))

@@ -71,5 +71,5 @@ for name in VERBS:
         app.command(rich_help_panel="Commands")(takes_groups(verb))
 
 
-atexit.register(gc.freeze)  # the interpreter's last collections would visit all objects of torch, .2 s long
+atexit.register(gc.freeze)  # else Python visits all objects of torch before it exits
 main = app  # the console script
