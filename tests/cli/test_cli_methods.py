@@ -137,6 +137,8 @@ def test_methods_lists_and_explains_every_method_with_its_settings() -> None:
             assert one["from"] == ("generation_config.skipstone" if own else f"skipstone.{kind.__name__}")
             assert all(one[part] and f"{one[part]}" in said for part in ("name", "type", "from", "help"))
         assert all(alias in said for alias in kind.aliases)
+        assert list(result["presets"]) == list(kind.presets)
+        assert all(f"preset={name}" in said and preset.source in said for name, preset in kind.presets.items())
         assert result["paper"] is None or result["paper"] in said
     assert json.loads(succeed("methods", "swift", "--json").stdout) == listed["swift"]
     table = succeed("methods").stdout

@@ -109,6 +109,30 @@ def test_of_two_names_for_one_setting_neither_wins_and_a_candidate_has_older_nam
         assert resolve('auto candidates="recycle nodes=5"') == Auto((Recycle(5),))
 
 
+@pytest.mark.parametrize(("name", "preset"), [(name, preset) for name, kind in METHODS.items() for preset in kind.presets])
+def test_a_preset_is_its_settings_and_what_is_given_next_to_it_wins(name: str, preset: str) -> None:
+    kind: Any = METHODS[name]
+    settings = kind.presets[preset].settings
+    expected = kind(**settings)
+    for found in (kind(preset=preset), resolve(f"{name} preset={preset}"), resolve({"method": name, "preset": preset})):
+        assert found == expected
+    for key in settings:
+        other = another_value(settings_of(kind)[key])
+        assert resolve({"method": name, "preset": preset, key: other}) == replace(expected, **{key: other})
+    assert resolve(f"{name} preset={preset}", {"method": name, **kind().settings}) == expected, "not the model's own setting"
+
+
+def test_an_older_name_next_to_a_preset_and_a_preset_that_there_is_not() -> None:
+    with one_warning("num_assistant_tokens", "num_speculative_tokens"):
+        assert resolve("layerskip preset=paper exit_layer=2 num_assistant_tokens=3") == LayerSkip(2, 3)
+    with pytest.raises(ValueError, match=r"preset takes paper.*, found 'author'"):
+        resolve("layerskip preset=author")
+    with pytest.raises(ValueError, match="layerskip has no preset 'author'; there are paper"):
+        LayerSkip(preset="author")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="recycle has no setting 'preset'"):
+        resolve("recycle preset=paper")
+
+
 ABSENT = object()
 
 
@@ -128,7 +152,8 @@ def test_adasd_has_the_window_that_its_older_settings_meant() -> None:
 
 def test_a_run_that_was_begun_with_older_names_goes_on(tmp_path: Path) -> None:
     changes = (("nodes", [4, 6]), ("num_speculative_tokens", [4, 6]), ("num_speculative_tokens", [4, 7]))
-    plans = [{"methods": [{"method": "recycle", "label": "r", key: value}]} for key, value in changes]
+    same = {"method": "layerskip", "label": "l", "preset": ["paper"]}
+    plans = [{"methods": [{"method": "recycle", "label": "r", key: value}, same]} for key, value in changes]
     with RunFile(tmp_path / "run.jsonl", plans[0], {}) as journal:
         journal.add({"kind": "trial"})
     with RunFile(tmp_path / "run.jsonl", plans[1], {}) as journal:

@@ -51,6 +51,9 @@ class MethodSource:
             settings, aliases = {**inherited.settings, **settings}, {**inherited.aliases}
         for part in ast.walk(fields["aliases"]) if "aliases" in fields else ():
             aliases |= ast.literal_eval(part) if isinstance(part, ast.Dict) else {}
+        match fields.get("presets"):
+            case ast.AnnAssign(value=ast.Dict(keys=[_, *_] as names)):
+                settings["preset"] = "|".join(ast.literal_eval(name) for name in names if name is not None)
         return MethodNames(settings, aliases, not any(getattr(one, "name", "") == "lossless" for one in kind.body))
 
 

@@ -57,12 +57,13 @@ def described(kind: Any) -> dict[str, Any]:
             }
             for setting in settings_of(kind).values()
         ],
+        "presets": {name: {"source": preset.source, "settings": preset.settings} for name, preset in kind.presets.items()},
         "aliases": dict(kind.aliases),
     }
 
 
 def _explain(method: dict[str, Any]) -> None:
-    """One method: what it is, and two lines for each of its settings."""
+    """One method: what it is, two lines for each of its settings, and its presets."""
     from skipstone.decoding.settings import spell_value
 
     typer.echo(f"{method['name']}: {method['about']}")
@@ -74,5 +75,8 @@ def _explain(method: dict[str, Any]) -> None:
     if method["settings"]:
         first = method["settings"][0]
         typer.echo(f'\n--method "{method["name"]} {first["name"]}={first["type"].partition("|")[0].upper()}"')
+    for name, preset in method["presets"].items():
+        typer.echo(f"\n  preset={name}   {preset['source']}")
+        typer.echo("      " + " ".join(f"{key}={spell_value(value)}" for key, value in preset["settings"].items()))
     for alias, name in method["aliases"].items():
         typer.echo(f"{alias} is accepted for {name}, with a warning")

@@ -4,7 +4,7 @@ The loop knows methods only through this file, `Session` and `Drafter`.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -17,14 +17,25 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.utils.files import digest
 from skipstone.utils.setup_times import setup_work
 
+PRESET = "preset"
+"""Key that names a preset among a method's settings."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings as a source has them. source: the source with section or version, and what it leaves open."""
+
+    source: str
+    settings: Mapping[str, Any]
+
 
 class _AcceptsAliases(type):
-    """Metaclass of methods: its constructor accepts aliases of fields."""
+    """Metaclass of methods: its constructor accepts aliases of fields, and the name of a preset."""
 
     if not TYPE_CHECKING:  # type checkers must see the fields only
 
         def __call__(cls, *args, **settings):
-            if cls.aliases.keys() & settings.keys():
+            if settings.keys() & {PRESET, *cls.aliases}:
                 cls.warn_of_aliases(settings, stacklevel=3)
                 positional = [field.name for field in fields(cls) if not field.kw_only]
                 args, settings = (), cls.renamed(dict(zip(positional, args, strict=False)) | settings)
@@ -35,14 +46,16 @@ class _AcceptsAliases(type):
 class Method(metaclass=_AcceptsAliases):
     """Base class of all methods. Fields of subclasses are the paper's hyper-parameters with the paper's defaults.
 
-    name: the user's name for it. aliases: older or other packages' names of fields, accepted with a warning. if_few_accepted:
-    the likely cause of a low acceptance rate, as a sentence. by_model: fields that default to the model's own value if they are
+    name: the user's name for it. aliases: older or other packages' names of fields, accepted with a warning. presets: settings
+    of a paper or of released code by name; `preset=NAME` sets them, and settings next to it win. if_few_accepted: the likely
+    cause of a low acceptance rate, as a sentence. by_model: fields that default to the model's own value if they are
     None. of_methods: fields that hold other methods. positional: if the method needs positions, what for (the end of a
     sentence); recurrent models refuse it.
     """
 
     name: ClassVar[str]
     aliases: ClassVar[dict[str, str]] = {}
+    presets: ClassVar[dict[str, Preset]] = {}
     if_few_accepted: ClassVar[str] = ""
     by_model: ClassVar[tuple[str, ...]] = ()
     of_methods: ClassVar[tuple[str, ...]] = ()
@@ -57,12 +70,12 @@ class Method(metaclass=_AcceptsAliases):
 
     @classmethod
     def renamed(cls, *sources: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings from several sources by field name, without aliases. Later sources override earlier ones.
+        """Settings from several sources by field name, without aliases and presets. Later sources override earlier ones.
 
-        ValueError for a source with two names of one field.
+        ValueError for a source with two names of one field, and for an unknown preset.
         """
         merged: dict[str, Any] = {}
-        for source in sources:
+        for source in cls.with_presets(*sources):
             renamed: dict[str, Any] = {}
             for key, value in source.items():
                 name = cls.aliases.get(key, key)
@@ -71,6 +84,17 @@ class Method(metaclass=_AcceptsAliases):
                 renamed[name] = value
             merged |= renamed
         return merged
+
+    @classmethod
+    def with_presets(cls, *sources: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """The sources, each after the settings of the preset that it names. ValueError for an unknown preset."""
+        for source in sources:
+            if PRESET in source:
+                name, source = source[PRESET], {key: value for key, value in source.items() if key != PRESET}
+                if not isinstance(name, str) or name not in cls.presets:
+                    raise ValueError(f"{cls.name} has no preset {name!r}; there are {', '.join(cls.presets) or 'none'}")
+                yield cls.presets[name].settings
+            yield source
 
     def takes_predictions(self, model: ModelRunner) -> bool:
         """Whether it drafts from a request's prediction."""

@@ -1,7 +1,8 @@
 """All decoding methods, and how to name one.
 
 A method is given as text, `layerskip exit_layer=4 confidence_threshold=none`, or as a JSON object,
-`{"method": "layerskip", "exit_layer": 4}`. Python code may also pass a mapping or a Method.
+`{"method": "layerskip", "exit_layer": 4}`. Python code may also pass a mapping or a Method. `swift preset=paper` sets what a
+source does, and settings next to it win.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from skipstone.decoding import method_text
-from skipstone.decoding.method import DraftingMethod, Method
+from skipstone.decoding.method import PRESET, DraftingMethod, Method
 from skipstone.decoding.method_text import MethodMissing as MethodMissing
 from skipstone.decoding.method_text import MethodNames
 from skipstone.decoding.settings import settings_of
@@ -101,6 +102,8 @@ def known(kinds: Mapping[str, type] = METHODS) -> dict[str, MethodNames]:
 @cache
 def _names_of(kind: Any) -> MethodNames:
     types = {setting.name: setting.type for setting in settings_of(kind).values()}
+    if presets := getattr(kind, "presets", {}):  # a peer has none
+        types[PRESET] = "|".join(presets)
     return MethodNames(types, getattr(kind, "aliases", {}))
 
 
@@ -110,9 +113,12 @@ def spell(method: Method) -> str:
 
 
 def stored_settings(method: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings from a file by their present names, without warnings. Those of unknown methods stay unchanged."""
+    """Settings from a file by their present names, without warnings. Presets and settings of unknown methods stay unchanged."""
     kind = METHODS.get(method)
-    return dict(settings) if kind is None else kind.renamed(settings)
+    if kind is None:
+        return dict(settings)
+    preset = {name: value for name, value in settings.items() if name == PRESET}
+    return preset | kind.renamed({name: value for name, value in settings.items() if name != PRESET})
 
 
 def _read(given: Any, place: str, own: type[Method] | None = None) -> tuple[type[Method], dict[str, Any]]:

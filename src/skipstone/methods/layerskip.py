@@ -16,6 +16,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.drafter import Candidate
+from skipstone.decoding.method import Preset
 from skipstone.decoding.settings import RejectionRule, check_exit_layer, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
@@ -37,6 +38,12 @@ class LayerSkip(ShortlistMethod):
         "num_assistant_tokens": "num_speculative_tokens",
         "num_speculations": "num_speculative_tokens",
         "assistant_confidence_threshold": "confidence_threshold",
+    }
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": Preset(
+            "Elhoushi et al., Table 3: CNN/DM and XSum with Llama2 7B, where E = 8",
+            {"num_speculative_tokens": 12, "confidence_threshold": None, "rejection_sample_method": "standard"},
+        )
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's early exits are not trained."
 

@@ -70,9 +70,10 @@ class AdaSD(DraftModelMethod):
     @classmethod
     def renamed(cls, *sources: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Method`. `max_window` needs adaptive_length, `fixed_window` its absence; otherwise they are ignored."""
-        adaptive = {key: value for source in sources for key, value in source.items()}.get("adaptive_length", True)
+        every = list(cls.with_presets(*sources))
+        adaptive = {key: value for source in every for key, value in source.items()}.get("adaptive_length", True)
         ignored = "fixed_window" if adaptive else "max_window"
-        return super().renamed(*({key: value for key, value in source.items() if key != ignored} for source in sources))
+        return super().renamed(*({key: value for key, value in source.items() if key != ignored} for source in every))
 
     def check(self, model: ModelRunner) -> None:
         if self.variant is not None and not self.relaxed:
