@@ -219,7 +219,7 @@ def test_a_text_is_stopped_and_its_row_is_free(page: Any, server: Process) -> No
         ("early_exit exit_layer=12", r"early_exit predicts after layer 12 of 24 \(lossy\)"),
     ],
 )
-def test_the_map_shows_which_layers_draft_and_what_a_lossy_method_keeps(page: Any, method: str, told: str) -> None:
+def test_the_map_shows_which_layers_draft(page: Any, method: str, told: str) -> None:
     ask(page, method, 120)
     written(page)
     stack = page.locator("#maps [role=img]")
@@ -233,7 +233,11 @@ def test_the_map_shows_which_layers_draft_and_what_a_lossy_method_keeps(page: An
     assert re.match(r"This text's tokens by layer: \d+: \d+ kept", text_of(page, "#maps .counts"))
     if method.startswith("early_exit"):
         assert stack.locator(".beyond").count() == 12
-        return
+
+
+def test_tokens_that_a_lossy_method_keeps_against_the_model_are_marked(page: Any) -> None:
+    ask(page, "adasd variant=C", 120)
+    written(page)
     marked = page.locator("#right_text .overruled")
     assert marked.count() > 0
     assert "≠" in marked.first.evaluate("one => getComputedStyle(one, '::before').content")

@@ -319,7 +319,7 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
         drafters = ", ".join(f"{name} {count}" for name, count in stats.drafters.most_common())
         searched = stats.seconds_search / stats.seconds if stats.seconds else 0.0
         lines.append(f"turns by what drafted: {drafters}; {100 * searched:.1f} % of the time for offline evaluation")
-    if not method.lossless and stats.drafted:
+    if stats.drafted and "overruled" in report:
         distances = ", ".join(f"{name} {value:.3f}" for name, value in mean_distances(report).items())
         distances = distances and f"; mean JS distance: {distances}"
         lines.append(f"{stats.overruled} of {len(run.tokens)} tokens overruled the model{distances}")

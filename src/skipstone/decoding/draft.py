@@ -91,8 +91,8 @@ class Verdict:
 
     path: [B, n] int64, the accepted nodes in order; a row's entries after the first `accepted` are padding.
     tokens: [B, n+1] int64, the accepted tokens and then the recovered or bonus token; NO_TOKEN if no token can be chosen.
-    accepted: [B] int64. overruled: [B, n] bool, draft tokens that were waived (AdaSD, AdaDecode without
-    verification) and that the acceptance rule would have rejected, or None.
+    accepted: [B] int64. overruled: [B, n] bool, draft tokens that were waived (AdaSD) and that the acceptance rule would have
+    rejected, or None.
     notes: [B, k] int64, a method's own figures, which reach the host in the same transfer.
     """
 

@@ -49,11 +49,12 @@ class Drafter:
 
     Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. scratch_slots: number
     of slots that it needs per row after the row's tokens, for nodes of trees and for evaluations. own_threads: its torch
-    operations are too short for several threads.
+    operations are too short for several threads. needs_verification: if False, every draft token is accepted (lossy).
     """
 
     scratch_slots = 0
     own_threads = True
+    needs_verification = True
     view: SessionView
 
     def bind(self, view: SessionView) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from skipstone.decoding.noise import DRAFT, PLACE, TARGET, LazyDistribution, Noise, substream
 from skipstone.engines import greedy_tokens, host_transfer
 from skipstone.engines.engine import EngineDraw, WarperInputs
+from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.torch_defaults import stable_defaults
@@ -312,7 +313,8 @@ class Sampler:
         return not self.eos[row] or not path.shape[1] or self.eos[row].isdisjoint(path[row].tolist())
 
     def process(self, logits: Tensor, path: Tensor, active: Sequence[bool] | None = None) -> Tensor:
-        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones. Returns [B, V].
+        """Apply every row's processors. logits: [B, V] raw; path: [B, k], tokens after the committed ones, shorter ones padded
+        with NO_TOKEN. Returns [B, V].
 
         active: rows with processors to call, None for all. Logits of other rows do not change.
         """
@@ -328,7 +330,7 @@ class Sampler:
 
     def _run(self, processors: Sequence[Processor], row: int, path: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] after processors that see all ids of a row, path [B, k] included."""
-        ids = (torch.cat([self.ids[row], path[row]]) if path.shape[1] else self.ids[row])[None]
+        ids = (torch.cat([self.ids[row], path[row][path[row] != NO_TOKEN]]) if path.shape[1] else self.ids[row])[None]
         with stable_defaults():
             for processor in processors:
                 scores = processor(ids, scores)
@@ -414,7 +416,8 @@ class Scores:
     """The target's logits, distributions and likeliest tokens after every node of a draft, computed when needed.
 
     Index 0 is the root. first: the position of every row's first new token. live: rows with meaningful scores. scored: a
-    forward that has run all layers. logits: [B, n+1, V] float32, instead of `scored`.
+    forward that has run all layers. logits: [B, n+1, V] float32, instead of `scored`. after_draft: [B] int64, the target's
+    tokens after whole drafts, if `choose_after_draft` was called.
     """
 
     def __init__(
@@ -427,6 +430,7 @@ class Scores:
         logits: Tensor | None = None,
     ) -> None:
         self.sampler, self.first, self.live, self._scored = sampler, first, live, scored
+        self.after_draft: Tensor | None = None
         if logits is not None:
             self.logits = logits
 
@@ -440,6 +444,17 @@ class Scores:
     def position(self) -> Tensor:
         """[B] int64, the position of the first new token."""
         return on_device(self.first, self.sampler.device)
+
+    def choose_after_draft(self, tokens: Tensor, valid: Tensor) -> None:
+        """Choose the token after every row's whole chain, tokens [B, n] with valid [B, n] bool. No other place is scored."""
+        assert self._scored is not None
+        model, states = self._scored.model, self._scored.last_states
+        if self.sampler.uses_argmax_only:
+            self.after_draft = model.greedy_tokens(states)[:, 0]
+            return
+        path, active = tokens.masked_fill(~valid, NO_TOKEN), self.live if self.sampler.processed else None
+        p = self.sampler.chances(self.sampler.process(model.logits(states)[:, 0], path, active), path, active)
+        self.after_draft = self.sampler.noise.draw(p, self.position + valid.sum(1), TARGET)
 
     def p(self, node: Tensor, path: Tensor, walking: Tensor) -> Tensor:
         """Processed distribution [B, V] after a node [B] (-1: the root) with the path [B, k].

@@ -114,21 +114,28 @@ class Session:
         return Scores(self.sampler, list(self.store.length), live, logits=full), output.done
 
     def score(self, draft: Draft) -> Scores:
-        """Run a draft through the target. The pass is the same for every method."""
+        """Run a draft through the target. The pass is the same for every method. Without verification only the last place of a
+        draft is scored."""
         assert draft.forward is not None, "a draft needs its forward to be scored"
         draft.forward.advance(draft.forward.top)
         scores = Scores(self.sampler, [length + 1 for length in self.store.length], list(self.alive), scored=draft.forward)
+        if draft.width and not self.drafter.needs_verification:
+            scores.choose_after_draft(draft.tokens, draft.valid)
+            return scores
         uses_argmax_only = self.sampler.uses_argmax_only and not self.drafter.needs_logits(draft)
         _ = scores.best if uses_argmax_only else scores.logits  # computed now, so that its time counts as scoring
         return scores
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        """Apply `leviathan` to drafts drawn at random and `match` to all others, and show the drafter the result."""
+        """Apply `accept_all` to drafts that need no verification, `leviathan` to drafts drawn at random and `match` to all
+        others, and show the drafter the result."""
         verdict = self._verdict(draft, scores)
         verdict.notes = self.drafter.observe_scores(draft, scores, verdict)
         return verdict
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
+        if scores.after_draft is not None:
+            return verify.accept_all(draft, scores.after_draft)
         waived = self.drafter.waive_tokens(draft, scores)
         if draft.q is not None:
             everywhere = scores.everywhere()

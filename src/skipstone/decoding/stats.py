@@ -14,7 +14,8 @@ class Stats:
     """Sums over Steps. The first token of a row belongs to the prefill and to no step.
 
     steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
-    of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. Times are in seconds.
+    of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. overruled: 0 without verification.
+    Times are in seconds.
     seconds_prefill_draft: the drafter's part of the prefill. seconds_outside, setup: as in `Step`, over all steps.
     """
 

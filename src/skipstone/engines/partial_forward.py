@@ -273,6 +273,14 @@ class PartialForward:
         """Reset every token to depth 0 (LayerSkip's ablation without cache reuse)."""
         self._embedded, self._reached = 0, [0] * self.width
 
+    @property
+    def last_states(self) -> Tensor:
+        """The state of every row's last valid token, [B, 1, d]; arbitrary for inactive rows."""
+        if self.valid is None:
+            return self.hidden[:, -1:]
+        last = self.valid.sum(1).clamp_min(1) - 1
+        return self.hidden.take_along_dim(last[:, None, None], 1)
+
     def finish(self) -> Tensor:
         """The scoring pass: run every token through all layers. Returns raw logits [B, n+1, V] float32."""
         self.advance(self.top)

@@ -12,13 +12,16 @@ from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, Autoregressive, ExitHeads, LayerSkip
-from skipstone.decoding.draft import RowVerdict
+from skipstone.decoding.draft import Draft, RowVerdict
+from skipstone.decoding.drafter import SessionView
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
+from skipstone.decoding.sampling import Scores
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.partial_forward import PartialForward
-from skipstone.methods.adadecode.adadecode import AdaDecodeCounts
+from skipstone.methods.adadecode import adadecode
+from skipstone.methods.adadecode.adadecode import AdaDecodeCounts, AdaDecodeDrafter
 from skipstone.methods.adadecode.heads import HeadsCard, new_card, usual_layers
 from tests.helpers import families, support
 from tests.helpers.enumeration import VOCAB, proves
@@ -232,7 +235,50 @@ def test_without_verification_the_text_is_what_sure_heads_say() -> None:
         ids = torch.cat([ids, torch.tensor([token])])
     assert out.new_tokens[0] == wanted
     assert wanted != plain
-    assert 0 < out.stats.overruled < out.stats.accepted == out.stats.drafted
+    assert out.stats.accepted == out.stats.drafted > 0
+
+
+class WaivingDrafter(AdaDecodeDrafter):
+    """Keeps every draft as AdaSD keeps near ones: the target draws its own token at every place, and loses."""
+
+    def bind(self, view: SessionView) -> None:
+        super().bind(view)
+        self.needs_verification = True
+
+    def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor:
+        return draft.valid
+
+
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+@pytest.mark.parametrize(
+    "wish",
+    [{"do_sample": False}, {"do_sample": True, "temperature": 0.9}, {"do_sample": True, "repetition_penalty": 1.3}],
+    ids=str,
+)
+def test_without_verification_one_place_of_a_step_is_scored(
+    wish: dict[str, Any], rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of two rows are those of `WaivingDrafter`. Outputs have the target's probabilities all the same."""
+    model, asked = llama(layers=6), families.padded([prompt(9), prompt(4, 1)])
+    method = AdaDecode("original", 0.4, 3, exit_layers=(2, 4), verification=False, rejection_sample_method=rule)
+    wish = {"max_new_tokens": 40, "seed": 3, "eos_token_id": [5, 17, 33], "engine": "eager", **wish}
+    places: list[int] = []
+    for name in ("finish", "greedy_tokens"):
+        score = getattr(PartialForward, name)
+        monkeypatch.setattr(PartialForward, name, lambda self, score=score: places.append(self.width) or score(self))
+    out: Any = skipstone.generate(model, asked, method, **wish)
+    assert max(places, default=1) == 1, "only steps without a draft score all of their places"
+    assert out.stats.mean_acceptance_length > 1.5
+    recorded: Any = skipstone.generate(model, asked, method, record=True, **wish)
+    assert recorded.new_tokens == out.new_tokens
+    monkeypatch.setattr(adadecode, "AdaDecodeDrafter", WaivingDrafter)
+    expected: Any = skipstone.generate(model, asked, method, record=True, **wish)
+    assert out.new_tokens == expected.new_tokens
+    assert expected.stats.overruled > 0
+    found, wanted = (
+        [token.p for step in one.steps for row in step.records or [] for token in row] for one in (recorded, expected)
+    )
+    assert found == pytest.approx(wanted)
 
 
 def test_deeper_heads_that_are_sure_of_another_token_end_predicting() -> None:

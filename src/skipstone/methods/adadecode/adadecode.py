@@ -19,7 +19,7 @@ from torch import Tensor
 from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
-from skipstone.decoding.sampling import Sampler, Scores
+from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
@@ -215,6 +215,7 @@ class AdaDecodeDrafter(Drafter):
         self.model, self.method, self.shortlist = model, method, method.shortlist(model)
         self.coupled = method.rejection_sample_method == "coupled"
         self.heads = heads = method.heads_for(model)
+        self.needs_verification = method.verification
         self.own_threads = heads.card.kind != "full"  # torch computes the product of a full head
         layers = [layer for layer in heads.card.layers if not method.exit_layers or layer in method.exit_layers]
         self.exits = [(heads.card.layers.index(layer), layer) for layer in layers]  # (number of the head, its layer)
@@ -229,9 +230,6 @@ class AdaDecodeDrafter(Drafter):
 
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [layers_used(name, exits=[layer for _, layer in self.exits])]
-
-    def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
-        return None if self.method.verification else draft.valid
 
     @property
     def _picks_at_exits(self) -> bool:

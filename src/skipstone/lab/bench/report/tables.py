@@ -354,7 +354,8 @@ def by_draft_model(group: MeasurementGroup) -> Table:
         row = _figures(group, label, group.lines)
         row["log_likelihood"] = log_likelihood(group, label)
         if row.get("drafted"):
-            row["overruled_share"] = share(row["overruled"], row["tokens"])
+            is_known = row["lossless"] or row["means"]  # nothing counts it without verification
+            row["overruled_share"] = share(row["overruled"], row["tokens"]) if is_known else None
         else:
             row |= {"per_step": {}, "acceptance_rate": None}
         rows.append(row)
