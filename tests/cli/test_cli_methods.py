@@ -79,8 +79,8 @@ FLAGS = {
         --explain --color --no-color""",
     "chat": f"model {METHOD} --system --max-new-tokens --temperature --top-p --seed {GENERATION} --color --no-color",
     "check": f"""model {METHOD} --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed {ENGINE} --json""",
-    "search": f"""model --budget-seconds --out --prompt --prompts --max-new-tokens --skip-ratio --num-speculative-tokens
-        --picture {ENGINE} --seed""",
+    "search": f"""model --search --budget-seconds --iterations --out --prompt --prompts --max-new-tokens --skip-ratio
+        --num-speculative-tokens --picture {ENGINE} --seed""",
     "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep
         {GENERATION} --json""",
     "inspect": f"model --prompt --max-new-tokens --heads --replay --out {ENGINE} --json",

@@ -43,7 +43,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_matchness_is_the_share_of_tokens_that_what_is_left_would_have_chosen() -> None:
     """Against transformers: the prompt but its last token by the whole model, the rest by a copy with silenced sublayers."""
     model, asked = llama(layers=6), prompt(9)
-    text = layer_search._SearchText(ModelRunner(model), model, asked, 20)
+    text = layer_search._SearchText(ModelRunner(model), asked, 20)
     assert text.matchness(SkipSet()) == 1
     with torch.inference_mode():
         cache = model(text.ids[:, :8], use_cache=True).past_key_values

@@ -1,9 +1,9 @@
 """`skipstone search`: searches offline for the layer set with the most tokens per second (Draft & Verify, arXiv 2309.08168,
-section 3.2, which needs hours of Bayesian optimisation).
+section 3.2). All trials are in a file, so an interrupted search goes on. The result is the fastest set that was decoded with.
 
-A proposal is judged by its matchness, in one pass over each text. The set that the linear model of matchness expects to be
-fastest is then decoded with. The result is the fastest set that was decoded with. All trials are in a file, so an interrupted
-search goes on.
+Two searches. linear_ts, ours: a proposal is judged by its matchness, in one pass over each text; the set that the linear model
+of matchness expects to be fastest is then decoded with. bayesian, the paper's: every set that the Gaussian process of
+`bayesian.py` proposes is decoded with, and its tokens per second are the objective.
 """
 
 import math
@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from statistics import fmean, median
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from skipstone.decoding.stats import Stats
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generation_defaults import neutral_defaults
-from skipstone.lab.timing.measure import MethodBackend, measure, options_for, run_tokens, store_for
+from skipstone.lab.search.bayesian import BayesianProposer, skipped_sublayers
+from skipstone.lab.timing.measure import GenerationBackend, MethodBackend, measure, options_for, run_tokens, store_for
 from skipstone.lab.timing.measure_costs import costs_of
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.layer_sets import MAX_DRAFTS, LayerMask, LayerSetSpace, SearchObjective, SkipCosts
@@ -35,6 +36,7 @@ from skipstone.utils.files import LineFile, read_lines
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # default skip ratios, which take turns
 PER_DECODE = 12  # sets judged by matchness per set that is decoded with
+PLAIN_RUNS = 4  # of plain decoding before a Bayesian search
 LUCK = 0.05  # standard error of a speed-up that was measured once
 
 
@@ -45,10 +47,11 @@ class LayerSetResult:
     kind: str  # "judged" by its matchness, or "decoded" with
     attention: list[int]  # layers whose attention it leaves out
     mlp: list[int]
-    matchness: float
-    seconds: float  # since the beginning of the search, over all of its runs
-    speed: float | None = None  # speed-up over plain decoding in turns with it, if it was decoded with
+    matchness: float | None  # None for a Bayesian search, which does not judge
+    seconds: float = 0.0  # since the beginning of the search, over all of its runs
+    speed: float | None = None  # speed-up over plain decoding, if it was decoded with
     acceptance: float | None = None  # acceptance rate, if it was decoded with
+    point: list[float] | None = None  # the proposal of a Bayesian search, one number in [0, 1] per sublayer
 
 
 @dataclass
@@ -83,20 +86,27 @@ class SearchSettings:
 
     texts: Sequence[Tensor]  # prompts, [T] int64 each
     tokens: int = 32  # generated of each
-    ratios: Sequence[float] = RATIOS  # skip ratios that take turns
+    ratios: Sequence[float] = RATIOS  # skip ratios that take turns; linear_ts only
     drafts: int = 12  # most draft tokens a step
     threshold: float | Literal["adaptive"] | None = "adaptive"  # SelfSpeculative's confidence_threshold
     seed: int = 0
+    search: str = "linear_ts"  # or "bayesian"
 
 
 Done = Callable[[SearchResult, float], None]
 
 
 def search(
-    model: PreTrainedModel, settings: SearchSettings, budget: float, path: Path, done: Done = lambda *_: None
+    model: PreTrainedModel,
+    settings: SearchSettings,
+    budget: float,
+    path: Path,
+    done: Done = lambda *_: None,
+    iterations: float = math.inf,
 ) -> SearchResult:
-    """Searches for `budget` seconds, including those of trials in the file. done: called after every trial with all trials and
-    the seconds spent. ValueError for a model of too few layers, for one that cannot skip any, and for another search's file."""
+    """Searches for `budget` seconds and at most `iterations` trials, including those in the file. done: called after every
+    trial with all trials and the seconds spent. ValueError for a model of too few layers, for one that cannot skip any, and for
+    another search's file. ImportError for a Bayesian search without its package."""
     runner = ModelRunner(model)
     SelfSpeculative.check_states(runner)
     space = LayerSetSpace.of(runner)
@@ -111,42 +121,92 @@ def search(
             file.go_on()
         else:
             file.begin(key, f"{path} is no file of trials: name another --out, or remove it")
-        judged = [_SearchText(runner, model, text, settings.tokens) for text in settings.texts]
-        objective = SearchObjective(_skip_costs(runner), max_drafts=settings.drafts)
-        learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
-        for trial in known:
-            skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
-            learner.observe(space.from_skip_set(skip), trial.matchness, settings.tokens * len(judged))
-        while (spent := time.perf_counter() - begun) < budget:
-            number = len(found.trials)
-            learner.resize(space.count(settings.ratios[number % len(settings.ratios)]))
-            decode = number % (PER_DECODE + 1) == PER_DECODE
-            z = _most_promising(learner, space, settings) if decode else learner.propose()
-            skip = space.to_skip_set(z)
-            matchness = float(np.mean([text.matchness(skip) for text in judged]))
-            learner.observe(z, matchness, settings.tokens * len(judged))
-            speed, acceptance = _decoded(model, settings, skip) if decode else (None, None)
-            spent, layers = time.perf_counter() - begun, (sorted(skip.attention), sorted(skip.mlp))
-            kind = "decoded" if decode else "judged"
-            found.trials.append(LayerSetResult(kind, *layers, matchness, spent, speed, acceptance))
+        source = (BayesianTrials if settings.search == "bayesian" else LinearThompsonTrials)(runner, space, settings, known)
+        while len(found.trials) < iterations and time.perf_counter() - begun < budget:
+            trial = source.next_trial()
+            spent = time.perf_counter() - begun
+            found.trials.append(replace(trial, seconds=spent))
             file.add(asdict(found.trials[-1]))
             done(found, spent)
     return found
 
 
-def _most_promising(learner: LinearThompson, space: LayerSetSpace, settings: SearchSettings) -> LayerMask:
-    """The most valuable of the estimated best sets of all sizes."""
-    sets = []
-    for ratio in settings.ratios:
-        learner.resize(space.count(ratio))
-        sets.append(learner.best())
-    return max(sets, key=lambda z: learner.objective(learner.estimate(z) or 0.0, z))
+class TrialSource(Protocol):
+    """Tries one set after the other."""
+
+    def next_trial(self) -> LayerSetResult: ...
+
+
+class LinearThompsonTrials(TrialSource):
+    """Our search: judges the proposals of a linear model, and decodes with every thirteenth set."""
+
+    def __init__(
+        self, runner: ModelRunner, space: LayerSetSpace, settings: SearchSettings, known: Sequence[LayerSetResult]
+    ) -> None:
+        self.model, self.space, self.settings = runner.model, space, settings
+        self.judged = [_SearchText(runner, text, settings.tokens) for text in settings.texts]
+        objective = SearchObjective(_skip_costs(runner), max_drafts=settings.drafts)
+        self.learner = LinearThompson(space, space.count(settings.ratios[0]), objective, settings.seed + len(known))
+        self.number = 0  # of trials
+        for trial in known:
+            skip = SkipSet(frozenset(trial.attention), frozenset(trial.mlp))
+            self._observe(space.from_skip_set(skip), trial.matchness or 0.0)
+
+    def next_trial(self) -> LayerSetResult:
+        ratios, number = self.settings.ratios, self.number
+        self.learner.resize(self.space.count(ratios[number % len(ratios)]))
+        decode = number % (PER_DECODE + 1) == PER_DECODE
+        z = self._most_promising() if decode else self.learner.propose()
+        skip = self.space.to_skip_set(z)
+        matchness = float(np.mean([text.matchness(skip) for text in self.judged]))
+        self._observe(z, matchness)
+        trial = LayerSetResult("judged", sorted(skip.attention), sorted(skip.mlp), matchness)
+        if not decode:
+            return trial
+        speed, acceptance = _decoded(self.model, self.settings, skip)
+        return replace(trial, kind="decoded", speed=speed, acceptance=acceptance)
+
+    def _observe(self, z: LayerMask, matchness: float) -> None:
+        self.number += 1
+        self.learner.observe(z, matchness, self.settings.tokens * len(self.judged))
+
+    def _most_promising(self) -> LayerMask:
+        """The most valuable of the estimated best sets of all sizes."""
+        sets = []
+        for ratio in self.settings.ratios:
+            self.learner.resize(self.space.count(ratio))
+            sets.append(self.learner.best())
+        return max(sets, key=lambda z: self.learner.objective(self.learner.estimate(z) or 0.0, z))
+
+
+class BayesianTrials(TrialSource):
+    """Draft & Verify's search: decodes with every proposal. The objective is tokens per second, over those of plain decoding at
+    the beginning of the run."""
+
+    def __init__(
+        self, runner: ModelRunner, space: LayerSetSpace, settings: SearchSettings, known: Sequence[LayerSetResult]
+    ) -> None:
+        self.model, self.space, self.settings = runner.model, space, settings
+        self.proposer = BayesianProposer(space.size, settings.seed)
+        for trial in known:
+            self.proposer.observe(trial.point or [], trial.speed or 0.0)
+        plain = [_decode_texts(self.model, settings, [MethodBackend(Autoregressive())])[0][0] for _ in range(PLAIN_RUNS)]
+        self.plain_rate = median(plain[1:])  # the first run prepares the engine
+
+    def next_trial(self) -> LayerSetResult:
+        point = self.proposer.propose()
+        skip = self.space.to_skip_set(skipped_sublayers(point))
+        ((rate, stats),) = _decode_texts(self.model, self.settings, [_drafting_without(skip, self.settings)])
+        speed = rate / self.plain_rate
+        self.proposer.observe(point, speed)
+        layers = sorted(skip.attention), sorted(skip.mlp)
+        return LayerSetResult("decoded", *layers, None, speed=speed, acceptance=stats.acceptance_rate, point=point)
 
 
 def _key(model: PreTrainedModel, settings: SearchSettings) -> dict[str, Any]:
     """The parameters that a continued search must share."""
     place = {"dtype": str(model.dtype), "device": str(model.device), "threads": torch.get_num_threads()}
-    asked = {"tokens": settings.tokens, "drafts": settings.drafts, "threshold": settings.threshold}
+    asked = {name: getattr(settings, name) for name in ("search", "tokens", "drafts", "threshold")}
     lists = {"ratios": list(settings.ratios), "texts": [text.tolist() for text in settings.texts]}
     return {"kind": "search", "model": fingerprint(model), **place, **asked, **lists}
 
@@ -167,8 +227,8 @@ class _SearchText:
     """A text that the model wrote, with the keys and values of its prompt."""
 
     @torch.inference_mode()
-    def __init__(self, runner: ModelRunner, model: PreTrainedModel, prompt: Tensor, tokens: int) -> None:
-        written = measure(model, MethodBackend(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
+    def __init__(self, runner: ModelRunner, prompt: Tensor, tokens: int) -> None:
+        written = measure(runner.model, MethodBackend(Autoregressive()), prompt, options_for(tokens), seed=0).tokens
         self.runner, self.begin = runner, len(prompt) - 1  # of the first pass that is judged
         self.ids = torch.cat([prompt, on_device(written, prompt.device)])[None].to(runner.device)  # [1, T + n]
         self.store = store_for(runner, self.ids.shape[1])
@@ -189,18 +249,29 @@ def _skip_costs(runner: ModelRunner) -> SkipCosts:
     return SkipCosts(costs.attention / costs.plain, costs.mlp / costs.plain, scoring, costs.layer / costs.plain)
 
 
+def _drafting_without(skip: SkipSet, settings: SearchSettings) -> MethodBackend:
+    layers = tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
+    return MethodBackend(SelfSpeculative(*layers, None, settings.drafts, settings.threshold))
+
+
 def _decoded(model: PreTrainedModel, settings: SearchSettings, skip: SkipSet) -> tuple[float, float]:
     """(speed over plain decoding, acceptance rate) with a set; both take turns text by text."""
-    layers = tuple(sorted(skip.attention)), tuple(sorted(skip.mlp))
-    method = SelfSpeculative(*layers, None, settings.drafts, settings.threshold)
-    engines = [MethodBackend(Autoregressive()), MethodBackend(method)]
-    totals = {engine: [0, 0.0] for engine in engines}  # tokens, seconds
-    stats = Stats()
-    for index, text in enumerate(settings.texts):
-        for engine in engines if index % 2 else engines[::-1]:
-            found = measure(model, engine, text, options_for(settings.tokens), seed=index)
-            totals[engine] = [totals[engine][0] + len(found.tokens), totals[engine][1] + found.seconds]
-            if engine is engines[1] and found.stats is not None:
-                stats.merge(found.stats)
-    plain, own = (tokens / seconds for tokens, seconds in totals.values())
+    engines = [MethodBackend(Autoregressive()), _drafting_without(skip, settings)]
+    (plain, _), (own, stats) = _decode_texts(model, settings, engines)
     return own / plain, stats.acceptance_rate
+
+
+def _decode_texts(
+    model: PreTrainedModel, settings: SearchSettings, engines: Sequence[GenerationBackend]
+) -> list[tuple[float, Stats]]:
+    """(tokens per second, statistics) of every engine over all texts, prefill included. Engines take turns text by text."""
+    totals = [(0, 0.0, Stats()) for _ in engines]
+    for index, text in enumerate(settings.texts):
+        order = range(len(engines))
+        for place in order if index % 2 else order[::-1]:
+            found = measure(model, engines[place], text, options_for(settings.tokens), seed=index)
+            tokens, seconds, stats = totals[place]
+            if found.stats is not None:
+                stats.merge(found.stats)
+            totals[place] = tokens + len(found.tokens), seconds + found.seconds, stats
+    return [(tokens / seconds, stats) for tokens, seconds, stats in totals]
