@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter
+from skipstone.decoding.method import Preset
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
 from skipstone.engines.model_runner import ModelRunner
@@ -37,6 +38,22 @@ class Speculative(DraftModelMethod):
         "num_assistant_tokens": "num_speculative_tokens",
         "num_assistant_tokens_schedule": "schedule",
         "assistant_confidence_threshold": "confidence_threshold",
+    }
+    presets: ClassVar[dict[str, Preset]] = {
+        "vanilla": Preset(
+            "Vanilla of AdaSD's section 5.1 (Lu et al.)",
+            {"num_speculative_tokens": 5, "schedule": "constant", "rejection_sample_method": "standard"},
+        ),
+        "assistedgen": Preset(
+            "AssistedGen of the same section: transformers' defaults. With scikit-learn its threshold adapts, which this one "
+            "does not. Sampled, it looks at the drawn token, and this one at the likeliest",
+            {
+                "num_speculative_tokens": 20,
+                "schedule": "confidence",
+                "confidence_threshold": CONFIDENCE_THRESHOLD,
+                "rejection_sample_method": "standard",
+            },
+        ),
     }
 
     num_speculative_tokens: int = setting(5, "drafts a step; with the heuristic schedule, drafts of the first step.")

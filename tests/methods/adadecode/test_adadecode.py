@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:
 
 
 class Scripted(ExitHeads):
-    """Heads that are sure of token 1 if a script says so. Its next entry is that of every row, or of each row."""
+    """Heads that give token 1 the probabilities of a script. Its next entry is that of every row, or of each row."""
 
     def __init__(self, card: HeadsCard, script: Sequence[Any]) -> None:
         super().__init__(card)
@@ -41,12 +42,13 @@ class Scripted(ExitHeads):
     def logits(self, model: ModelRunner, index: int, hidden: Tensor, shortlist: Tensor | None = None) -> Tensor:
         """[B, n, V]."""
         said = torch.zeros(*hidden.shape[:2], model.head.weight.shape[0])
-        said[..., 1] = 100.0 * torch.tensor(next(self.script)).view(-1, 1)
+        p = torch.tensor(next(self.script), dtype=torch.double)
+        said[..., 1] = (torch.logit(p, 1e-9) + math.log(said.shape[2] - 1)).view(-1, 1)
         return said
 
 
-def scripted(layers: tuple[int, ...], script: Sequence[Any]) -> Scripted:
-    return Scripted(new_card(ModelRunner(figure2()), layers, "original"), script)
+def scripted(layers: tuple[int, ...], script: Sequence[Any], model: Any = None) -> Scripted:
+    return Scripted(new_card(ModelRunner(model or figure2()), layers, "original"), script)
 
 
 @pytest.fixture
@@ -111,6 +113,30 @@ def test_rows_predict_on_their_own_and_wait_for_the_end_of_a_sweep(calls: list[t
     assert draft.exit_layer[0, 0] == 1
     assert draft.exit_layer[1].tolist() == [2, 1]
     assert calls == [(1, 1), (2, 1), (1, 1), (2, 2), (1, 1), (2, 2), (3, 3)]
+
+
+def test_algorithm_1_with_the_papers_constants() -> None:
+    """By hand, for 8 layers: heads stand after L/4, L/2 and 3L/4, predict above .75, and five times at most."""
+    model = llama(layers=8)
+    assert usual_layers(8) == (2, 4, 6)
+    tests = [
+        *(0.7499, 0.7499, 0.7501),  # t1 predicts t2 at layer 6
+        0.7501,  # t2 predicts t3 at layer 2
+        *(0.7499, 0.7501),  # t3 predicts t4 at layer 4, to which it takes t2 along
+        *(0.7501, 0.7501),  # t4 and t5 predict at layer 2; t6 is the fifth early prediction and goes to the top untested
+    ]
+    passes = [(0, 2, 1), (2, 4, 1), (4, 6, 1), (0, 2, 1), (0, 2, 1), (2, 4, 2), (0, 2, 1), (0, 2, 1), (0, 2, 1)]
+    method = AdaDecode(scripted(usual_layers(8), tests, model), preset="paper")  # type: ignore[call-arg]
+    decoder = DecodingLoop(method.start(ModelRunner(model), 1, 40))
+    decoder.admit(0, Request(prompt(7), 20))
+    decoder.step()
+    session: Any = decoder.session
+    with torch.inference_mode():
+        draft = session.drafter.propose_draft([19])
+        session.score(draft)
+    assert draft.exit_layer[0].tolist() == [6, 2, 4, 2, 2]
+    assert draft.forward.passes == [*passes, (2, 4, 3), (4, 6, 5), (6, 8, 6)]
+    assert next(method.heads.script, None) is None, "every test took place"  # type: ignore[union-attr]
 
 
 def test_one_original_head_at_threshold_0_is_layerskip() -> None:

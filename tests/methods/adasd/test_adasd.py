@@ -3,7 +3,7 @@
 import copy
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
@@ -45,6 +45,7 @@ class Trace:
     target: Any
     draft: Any
     method: AdaSD
+    window: int = 20
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     rejected_entropy: list[float] = field(default_factory=list)
     accepted_distance: list[float] = field(default_factory=list)
@@ -72,8 +73,7 @@ class Trace:
     def step(self, text: list[int], room: int) -> list[int]:
         """Generation, verification, update. Returns what is committed."""
         tokens, entropies, said = list[int](), list[float](), list[Tensor]()
-        window = self.method.num_speculative_tokens or (20 if self.method.adaptive_length else 5)
-        while len(tokens) < min(window, room):
+        while len(tokens) < min(self.window, room):
             said.append(self.scores(self.draft, text + tokens))
             entropies.append(float(scipy_entropy(said[-1].double().softmax(-1), base=2)))
             tokens.append(int(said[-1].argmax()))
@@ -109,19 +109,23 @@ class Trace:
         return said
 
 
-SETTINGS: list[dict[str, Any]] = [
-    *({}, {"variant": "A"}, {"variant": "B"}, {"variant": "C"}),
-    *({"adaptive_length": False}, {"num_speculative_tokens": 4}, {"relaxed": False}),
+SETTINGS: list[tuple[dict[str, Any], int]] = [
+    *(({"preset": "paper"}, 20), ({"variant": "A"}, 20), ({"variant": "B"}, 20), ({"preset": "paper", "variant": "C"}, 20)),
+    *(({"adaptive_length": False}, 5), ({"num_speculative_tokens": 4}, 4), ({"relaxed": False}, 20)),
+    *(({"preset": "gen-only"}, 20), ({"preset": "verify-only"}, 5)),
 ]
+"""Settings, and most draft tokens a step."""
 
 
-@pytest.mark.parametrize("settings", slow_except([{"relaxed": False}], SETTINGS), ids=str)
-def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("settings", "window"), slow_except([SETTINGS[0], SETTINGS[-2]], SETTINGS), ids=str)
+def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: dict[str, Any], window: int) -> None:
     """Two rows of different lengths at once; every row has its own thresholds."""
     # a better draft model if the text cannot depend on it: otherwise plain steps in between would measure what pays
-    method = AdaSD(draft if settings.get("relaxed", True) else near(model, 0.04), **settings)
+    method = AdaSD(draft, **settings)
+    if not method.relaxed:
+        method = replace(method, draft_model=near(model, 0.04))
     asked = [prompt(9), prompt(4, 1)]
-    traces = [Trace(model, method.draft_model, method) for _ in asked]
+    traces = [Trace(model, method.draft_model, method, window) for _ in asked]
     expected = [trace.write(one.tolist(), NEW) for trace, one in zip(traces, asked, strict=True)]
     out = skipstone.generate(model, families.padded(asked), method, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert out.new_tokens == expected
@@ -151,7 +155,7 @@ def test_text_counts_and_means_are_the_papers(model: Any, draft: Any, settings: 
 def test_processors_are_part_of_what_is_compared_and_a_request_begins_anew(model: Any, draft: Any) -> None:
     method = AdaSD(draft)
     skipstone.generate(model, prompt(7, 5), method, max_new_tokens=NEW, do_sample=False)
-    trace = Trace(model, draft, method, LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]))
+    trace = Trace(model, draft, method, processors=LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3)]))
     expected = trace.write(prompt(9).tolist(), NEW)
     out: Any = skipstone.generate(
         model, prompt(9), method, max_new_tokens=NEW, do_sample=False, repetition_penalty=1.3, eos_token_id=None

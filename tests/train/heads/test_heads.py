@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import skipstone
 from skipstone import AdaDecode, ExitHeads
@@ -23,7 +24,7 @@ from skipstone.methods.adadecode.heads import new_card
 from skipstone.train.heads import answers as answering
 from skipstone.train.heads import training
 from skipstone.train.heads.answers import ModelAnswer
-from skipstone.train.heads.recipe import AnswerSettings, HeadPrompt, HeadSchedule, made, of_prompts, read_prompts
+from skipstone.train.heads.recipe import PAPER, AnswerSettings, HeadPrompt, HeadSchedule, made, of_prompts, read_prompts
 from skipstone.utils.files import LineFile, read_lines
 from tests.helpers.machine import llama, prompt
 from tests.helpers.pairwise import slow_except
@@ -375,6 +376,34 @@ def test_presets_are_the_papers_and_unknown_ones_are_refused() -> None:
     assert paper == HeadSchedule(epochs=100, batch_size=128, learning_rate=5e-3, warmup=0.03, patience=None)
     with pytest.raises(ValueError, match="unknown preset 'long': expected one of quick, paper"):
         made({}, "test", "long")
+
+
+def test_the_papers_schedule_is_adam_with_a_warm_up_and_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 300 answers of one token, of which 285 train in batches of 128, 128 and 29. So 100 epochs are 300 steps: nine
+    warm up to .005, the others follow half a cosine, whose middle is between the steps 154 and 155."""
+    rates, sizes = list[float](), list[int]()
+    model = ModelRunner(llama(), "eager")
+    heads = ExitHeads(new_card(model, (1, 2), "square"))
+    features = answering.Features(torch.randn(300, 3, 32, generator=torch.Generator().manual_seed(0)), [*range(301)])
+    run = training._HeadTrainingRun(heads, model, features, HeadSchedule(**PAPER), 0)
+
+    def step(self: torch.optim.Adam, *_: Any) -> None:
+        assert type(self) is torch.optim.Adam
+        rates.append(self.param_groups[0]["lr"])
+
+    def states_of(self: answering.Features, answers: Any) -> Tensor:
+        sizes.append(len(answers))
+        return self.states[list(answers)]
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    monkeypatch.setattr(answering.Features, "states_of", states_of)
+    for run.epoch in (0, 2, 3, 51, 99):
+        run.one_epoch()
+    assert sizes == [128, 128, 29] * 5
+    warm = [5e-3 * step / 9 for step in (1, 2, 3, 7, 8, 9)]
+    assert rates[:9] == pytest.approx([*warm, 5e-3, 4.99985e-3, 4.99942e-3], rel=1e-5)
+    assert rates[9:12] == pytest.approx([2.5405e-3, 2.5135e-3, 2.4865e-3], rel=1e-4)
+    assert rates[12:] == pytest.approx([1.311e-6, 5.827e-7, 1.457e-7], rel=1e-3)
 
 
 def test_answers_are_written_by_the_fastest_lossless_method(

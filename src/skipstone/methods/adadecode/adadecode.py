@@ -19,6 +19,7 @@ from torch import Tensor
 from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
+from skipstone.decoding.method import Preset
 from skipstone.decoding.sampling import Sampler
 from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
 from skipstone.engines.engine import ChainInputs, SurvivalThresholds
@@ -43,6 +44,19 @@ class AdaDecode(ShortlistMethod):
         "threshold": "confidence_threshold",
         "max_pending": "num_speculative_tokens",
         "num_assistant_tokens": "num_speculative_tokens",
+    }
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": Preset(
+            "Wei et al., section 2 and appendix D; `skipstone train heads --preset paper` trains the heads",
+            {
+                "confidence_threshold": 0.75,
+                "num_speculative_tokens": 5,
+                "exit_layers": (),
+                "verification": True,
+                "recheck": False,
+                "rejection_sample_method": "standard",
+            },
+        )
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the heads are not trained for this model or text."
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from skipstone.decoding import method_states
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
+from skipstone.decoding.method import Preset
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
@@ -39,6 +40,13 @@ FIXED_WINDOW = 5
 """Number of drafts a step without it (section 5.3)."""
 
 
+def _preset(where: str, *, relaxed: bool, adaptive_length: bool) -> Preset:
+    """One of the paper's rows."""
+    settings: dict[str, Any] = {"relaxed": relaxed, "adaptive_length": adaptive_length, "variant": None}
+    settings["num_speculative_tokens"] = MAX_WINDOW if adaptive_length else FIXED_WINDOW
+    return Preset(f"Lu et al., {where}", {**settings, "rejection_sample_method": "standard"})
+
+
 @dataclass(frozen=True)
 class AdaSD(DraftModelMethod):
     """AdaSD: a draft model with two adaptive thresholds."""
@@ -47,6 +55,12 @@ class AdaSD(DraftModelMethod):
     aliases: ClassVar[dict[str, str]] = DraftModelMethod.aliases | {
         "max_window": "num_speculative_tokens",
         "fixed_window": "num_speculative_tokens",
+    }
+
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": _preset("sections 4.3 and 4.4, appendix A", relaxed=True, adaptive_length=True),
+        "gen-only": _preset("section 5.2, Gen-Only", relaxed=False, adaptive_length=True),
+        "verify-only": _preset("sections 5.2 and 5.3, Verify-Only", relaxed=True, adaptive_length=False),
     }
 
     num_speculative_tokens: int | None = setting(
