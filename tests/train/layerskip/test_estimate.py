@@ -110,7 +110,8 @@ def test_what_a_recipe_changes(tmp_path: Path) -> None:
     towards = estimated(tmp_path, {"exits": {"dilation": 2, "kl_weight": 1.0}}, size="1B")
     assert towards.bytes["plain"]["logits"] == plain.bytes["plain"]["logits"] * 4 // 3
     assert estimated(tmp_path, {"training__optim": "sgd"}, size="1B").bytes["plain"]["optimizer"] == 0
-    own = estimated(tmp_path)
+    own = estimated(tmp_path, {"preset": "continual", "exits": {"dilation": 2}, "training": {"max_steps": 9}})
+    assert f"a step has {own.step_tokens // own.length} rows, 256 in the paper" in "\n".join(format_estimate(own))
     assert own.shape.vocabulary == 270
     assert own.shape.parameters == by_hand(LlamaConfig(**OWN))
 

@@ -99,6 +99,11 @@ class TestFile:
         assert (args.max_steps, args.exits.keep_last, args.dropout.p_max) == (7, True, 0.05)
         assert made.data.length == preset.context
         assert (args.learning_rate, args.exits.e_scale) == (preset.learning_rate, preset.exits.e_scale)
+        undropped = {"training": ..., "exits": ..., "dropout": {"p_max": 0}}
+        args = arguments(read(recipe(tmp_path, preset=name, **undropped)), tmp_path)
+        assert args.learning_rate == (preset.undropped_rate or preset.learning_rate)
+        args = arguments(read(recipe(tmp_path, preset=name, **undropped | {"training": {"learning_rate": 2e-3}})), tmp_path)
+        assert args.learning_rate == 2e-3
 
     def test_without_a_preset_and_numbers_that_yaml_takes_for_texts(self, tmp_path: Path) -> None:
         path = recipe(tmp_path, exits=..., training__eval_exits=[1, 2])

@@ -144,25 +144,49 @@ def test_weights_sum_to_one_and_the_last_layer_weighs_most(layers: int, steps: i
 
 
 def test_the_presets_carry_the_papers_settings() -> None:
-    """Section 5, tables 8, 9 and 10: p_max, S(t), e_scale, C, R, learning rate, batch, context, steps."""
+    """Tables 8, 9 and 10: learning rate with and without layer dropout, sequences per GPU, GPUs, context, steps. Their derived
+    batches and the contexts give section 5's numbers of tokens; code's need a context of 4096, and table 10 has 2048."""
     rows = {
-        "continual": ((0.1, "none"), (0.2, "rotational", 8), (3e-5, 4, 4096, 50_000)),
-        "continual-13b": ((0.1, "none"), (0.1, "rotational", 39), (2e-5, 4, 4096, 50_000)),
-        "continual-llama3": ((0.1, "none"), (0.1, "rotational", 8), (3e-5, 4, 4096, 50_000)),
-        "scratch-7b": ((0.2, "exponential"), (0.2, "rotational", None), (8e-4, 4, 4096, 50_000)),
-        "scratch": ((0.1, "exponential"), (0.2, "rotational", None), (8e-4, 4, 4096, 50_000)),
-        "code": ((0.1, "none"), (1.0, "rotational", 16), (1e-4, 4, 2048, 10_000)),
-        "task": ((0.2, "none"), (1.0, "gradual", None), (1e-4, 32, 4096, 5_800)),
+        "continual": (3e-5, 3e-5, 4, 64, 4096, 50_000, 256, 52e9),
+        "continual-13b": (2e-5, 2e-5, 4, 64, 4096, 50_000, 256, 52e9),
+        "continual-llama3": (3e-5, 3e-5, 4, None, 4096, 50_000, None, None),
+        "scratch": (8e-4, 4e-4, 4, 32, 4096, 50_000, 128, 26e9),
+        "scratch-7b": (8e-4, 3e-4, 4, 32, 4096, 50_000, 128, 26e9),
+        "code": (1e-4, 1e-4, 4, 32, 2048, 10_000, 128, 5.2e9 / 2),
+        "task": (1e-4, 1e-4, 32, 8, 4096, 5_800, 256, None),
     }
     assert PRESETS.keys() == rows.keys()
-    for name, (dropout, exits, run) in rows.items():
+    for name, (rate, undropped, *run, batch, tokens) in rows.items():
         found = PRESETS[name]
-        assert (found.dropout, found.exits) == (LayerDropout(*dropout), EarlyExitLoss(*exits))
-        assert (found.learning_rate, found.batch_size, found.context, found.steps) == run
-    assert layers_of(PRESETS["scratch"].exits.active(3, 24, 50_000)) == [3, 23]  # R = 23 of 24 layers
-    layers = {"continual-13b": 40, "scratch": 24, "task": 24}
-    for name in PRESETS:
-        PRESETS[name].check(layers.get(name, 32), PRESETS[name].steps)
+        assert (found.rate(found.dropout), found.rate(LayerDropout(0))) == (rate, undropped)
+        assert [found.batch_size, found.gpus, found.context, found.steps] == run
+        assert found.derived_batch_size == batch
+        assert tokens is None or (batch or 0) * found.context * found.steps == pytest.approx(tokens, rel=0.01)
+
+
+# preset -> L of the model, a step t, p_{l,t} of layer L / 2 and of the last layer, layer -> e(l) of the exits that train in it,
+# by hand: D(16) = 2^(16/31) - 1, D(12) = 2^(12/23) - 1, S(25000) = 2^(25000/49999) - 1, e(l) = e_scale l (l + 1) / 2, and
+# e(L - 1) = L - 1 + e_scale (L - 2) (L - 1) / 2. Rotational: l = t mod R, and L - 1. Gradual: 1 + 2 L t / T layers.
+TRACES: dict[str, tuple[int, int, float, float, dict[int, float]]] = {
+    "continual": (32, 3, 0.04301, 0.1, {3: 1.2, 11: 13.2, 19: 38, 27: 75.6, 31: 124}),
+    "continual-13b": (40, 44, 0.04268, 0.1, {5: 1.5, 39: 113.1}),
+    "continual-llama3": (32, 3, 0.04301, 0.1, {3: 0.6, 11: 6.6, 19: 19, 27: 37.8, 31: 77.5}),
+    "scratch": (24, 25_000, 0.01805, 0.04142, {22: 50.6, 23: 73.6}),
+    "scratch-7b": (32, 25_000, 0.03563, 0.08284, {14: 21, 31: 124}),
+    "code": (32, 3, 0.04301, 0.1, {3: 6, 19: 190, 31: 496}),
+    "task": (24, 1_933, 0.08714, 0.2, {**{layer: layer * (layer + 1) / 2 for layer in range(8, 23)}, 23: 276}),  # 16 layers
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_of_every_preset_by_hand(name: str) -> None:
+    preset, (layers, step, middle, last, scales) = PRESETS[name], TRACES[name]
+    preset.check(layers, preset.steps)
+    rates = preset.dropout.rates(step, layers, preset.steps)
+    assert (rates[0], rates[layers // 2], rates[-1]) == pytest.approx((0, middle, last), abs=1e-5)
+    weights = preset.exits.weights(step, layers, preset.steps)
+    total = sum(scales.values())
+    assert weights == about([scales.get(layer, 0) / total for layer in range(layers)])
 
 
 @pytest.mark.parametrize(

@@ -233,11 +233,12 @@ def _merge(base: Any, changes: Any) -> Any:
 
 def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
     """The trainer's settings: the preset's, overridden by the recipe's own. ValueError for unknown or impossible ones."""
-    base, schedule = LayerSkipRecipe(), {}
-    if recipe.preset is not None:
-        base = PRESETS[recipe.preset]
-        sizes = {"max_steps": base.steps, "per_device_train_batch_size": base.batch_size}
-        schedule = {"learning_rate": base.learning_rate, **sizes}
+    preset = PRESETS[recipe.preset] if recipe.preset is not None else None
+    base, schedule = preset or LayerSkipRecipe(), {}
+    dropout = replace(base.dropout, **_typed("dropout", LayerDropout, recipe.dropout))
+    if preset is not None:
+        sizes = {"max_steps": preset.steps, "per_device_train_batch_size": preset.batch_size}
+        schedule = {"learning_rate": preset.rate(dropout), **sizes}
     fixed = {
         "output_dir": str(output),
         "seed": recipe.seed,
@@ -262,10 +263,7 @@ def arguments(recipe: TrainingRecipe, output: Path) -> LayerSkipArguments:
     if exits.curriculum != "rotational" and recipe.exits.get("dilation") is not None:
         raise ValueError(f"exits.dilation has no effect with curriculum {exits.curriculum}: it is R of the rotational one")
     return LayerSkipArguments(
-        dropout=replace(base.dropout, **_typed("dropout", LayerDropout, recipe.dropout)),
-        exits=exits,
-        **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training},
-        **fixed,
+        dropout=dropout, exits=exits, **{"disable_tqdm": False, "save_total_limit": 2, **schedule, **training}, **fixed
     )
 
 

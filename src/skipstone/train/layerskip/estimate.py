@@ -19,7 +19,7 @@ from skipstone.models.derivation import find_layers
 from skipstone.train import resolve_model
 from skipstone.train.layerskip.arguments import LayerSkipArguments, TrainingRecipe, read
 from skipstone.train.layerskip.run import config_from, shorten_config
-from skipstone.train.layerskip.schedules import LayerSkipRecipe
+from skipstone.train.layerskip.schedules import PRESETS, LayerSkipRecipe
 
 FLOAT, HALF = 4, 2  # bytes of a number in float32, and in bfloat16
 SIDE_NUMBERS = 2  # float32 numbers a token that a layer's two norms keep: 1 / the root of the mean square, each
@@ -124,7 +124,10 @@ class MemoryEstimate:
     bytes: column -> what each GPU holds at the fullest moment of a step; "gathered" are weights that are whole for a while,
     and their gradients. seconds_a_step: column -> seconds. checkpoints: whether the recipe asks for activation checkpointing.
     all_logits: bytes of all exits' float32 logits if they existed together. tokens: of a pass of one GPU. exits, most_exits:
-    exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first."""
+    exits that a step trains, in the mean and at most. loading: bytes of host memory that each process takes first.
+    preset_rows: rows of a step of the paper's run, None without one."""
+
+    preset_rows: int | None = None
 
     def __init__(
         self, shape: ModelShape, settings: LayerSkipArguments, gpus: int, length: int, teacher: ModelShape | None, speed: float
@@ -135,7 +138,7 @@ class MemoryEstimate:
         self._half, self._sharded = bool(settings.bf16 or settings.fp16), gpus > 1
         self._autocast = self._half and not self._sharded
         self.checkpoints = bool(getattr(settings, "activation_checkpointing", False))
-        self.tokens, self.steps = settings.per_device_train_batch_size * length, settings.max_steps
+        self.length, self.tokens, self.steps = length, settings.per_device_train_batch_size * length, settings.max_steps
         self.step_tokens = self.tokens * settings.gradient_accumulation_steps * gpus
         exits, run = self._plan.exits, (shape.layers, self.steps)
         chosen = exits.weights if exits.kl_weight is None else exits.active
@@ -231,7 +234,9 @@ def estimate(
         raise ValueError("the estimate does not cover adapters (model.lora), whose parameters depend on where they are")
     shape = shape_of(meta_model(config, layers))
     teacher = None if recipe.teacher is None else shape_of(meta_model(_text_config(recipe.teacher, base)))
-    return MemoryEstimate(shape, settings, gpus, recipe.data.length, teacher, mfu * peak_tflops * 1e12)
+    found = MemoryEstimate(shape, settings, gpus, recipe.data.length, teacher, mfu * peak_tflops * 1e12)
+    found.preset_rows = None if recipe.preset is None else PRESETS[recipe.preset].derived_batch_size
+    return found
 
 
 def _text_config(name: str, base: Path) -> PreTrainedConfig:
@@ -260,6 +265,8 @@ def format_estimate(found: MemoryEstimate) -> list[str]:
     shape = found.shape
     hours = [seconds * found.steps / 3600 for seconds in found.seconds_a_step.values()]
     rows = [(label, *(found.bytes[column][name] / 1e9 for column in COLUMNS)) for name, label in _LABELS.items()]
+    rows_per_step = found.step_tokens // found.length
+    batch = f"a step has {rows_per_step} rows, {found.preset_rows} in the paper (derived: those of table 8 times its GPUs)"
     rows += [("seconds a step", *found.seconds_a_step.values()), (f"hours for {found.steps:,} steps", *hours)]
     return [
         f"{shape.parameters:,} parameters, {shape.in_layers:,} of them in {shape.layers} layers; {found.gpus} GPUs, "
@@ -269,6 +276,7 @@ def format_estimate(found: MemoryEstimate) -> list[str]:
         f"the recipe asks for the {'second' if found.checkpoints else 'first'} column (training.activation_checkpointing)",
         f"a step trains {found.exits:.1f} exits in the mean, {found.most_exits} at most; their logits in float32 would take "
         f"{found.all_logits / 1e9:.2f} GB together, and exist for loss_chunk positions of one exit at a time",
+        *([] if found.preset_rows is None else [batch]),
         f"every process loads the whole model first: {found.loading / 1e9:.2f} GB of host memory each",
         "formulas, not measured on a GPU: without workspaces of kernels, fragments, communication and attention's products",
     ]

@@ -173,25 +173,56 @@ class LayerSkipRecipe:
         self.exits.check(layers, steps)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preset(LayerSkipRecipe):
-    """A recipe with the run around it. batch_size: sequences per device; context: tokens a sequence (the model's, table 10)."""
+    """A recipe with the run around it, from the paper's section 5 and its tables 8, 9 and 10.
 
-    learning_rate: float = 3e-5
+    learning_rate: with layer dropout; undropped_rate: without it, None for the same. batch_size: sequences per GPU.
+    context: tokens per sequence (the model's). gpus: None if table 8 has no such run.
+    """
+
+    learning_rate: float
+    undropped_rate: float | None = None
     batch_size: int = 4
+    gpus: int | None = None
     context: int = 4096
     steps: int = 50_000
 
+    def rate(self, dropout: LayerDropout) -> float:
+        """The initial learning rate of a run with this layer dropout."""
+        return self.learning_rate if dropout.p_max or self.undropped_rate is None else self.undropped_rate
+
+    @property
+    def derived_batch_size(self) -> int | None:
+        """Sequences per step: table 8's per GPU times its GPUs. The paper prints no product."""
+        return self.gpus and self.batch_size * self.gpus
+
 
 PRESETS: dict[str, Preset] = {
-    "continual": Preset(LayerDropout(0.1), EarlyExitLoss(0.2, "rotational", 8), 3e-5),
-    "continual-13b": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 39), 2e-5),
-    "continual-llama3": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 8), 3e-5),
-    "scratch": Preset(LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "rotational", None), 8e-4),
-    "scratch-7b": Preset(LayerDropout(0.2, "exponential"), EarlyExitLoss(0.2, "rotational", None), 8e-4),
-    "code": Preset(LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16), 1e-4, 4, 2048, 10_000),
-    "task": Preset(LayerDropout(0.2), EarlyExitLoss(1.0, "gradual", None), 1e-4, 32, 4096, 5_800),
+    "continual": Preset(LayerDropout(0.1), EarlyExitLoss(0.2, "rotational", 8), learning_rate=3e-5, gpus=64),
+    "continual-13b": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 39), learning_rate=2e-5, gpus=64),
+    "continual-llama3": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 8), learning_rate=3e-5),
+    "scratch": Preset(
+        LayerDropout(0.1, "exponential"),
+        EarlyExitLoss(0.2, "rotational", None),
+        learning_rate=8e-4,
+        undropped_rate=4e-4,
+        gpus=32,
+    ),
+    "scratch-7b": Preset(
+        LayerDropout(0.2, "exponential"),
+        EarlyExitLoss(0.2, "rotational", None),
+        learning_rate=8e-4,
+        undropped_rate=3e-4,
+        gpus=32,
+    ),
+    "code": Preset(
+        LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16), learning_rate=1e-4, gpus=32, context=2048, steps=10_000
+    ),
+    "task": Preset(
+        LayerDropout(0.2), EarlyExitLoss(1.0, "gradual", None), learning_rate=1e-4, batch_size=32, gpus=8, steps=5_800
+    ),
 }
-"""The paper's settings (section 5, tables 8 and 9): continual pre-training of Llama2 7B, Llama2 13B and Llama3 (for which the
-paper names no learning rate or steps: the 7B's), pre-training of a Llama 1.5B and of Llama2 7B from scratch, fine-tuning of
-Llama1 7B on code, and of Llama 1.5B on one task (TOPv2)."""
+"""Continual pre-training of Llama2 7B, Llama2 13B and Llama3, pre-training of a Llama 1.5B and of Llama2 7B from scratch,
+fine-tuning of Llama1 7B on code, and of Llama 1.5B on one task (TOPv2). Tables 8 and 9 do not have Llama3: its learning rate,
+batch and steps are those of the 7B."""
