@@ -88,6 +88,23 @@ def test_a_draft_ends_before_an_end_and_within_its_room(model: Any) -> None:
         assert session.drafter._row_draft(0, room).tokens == drafted
 
 
+def test_the_release_of_prompt_lookup_by_hand(model: Any) -> None:
+    """Trigrams before bigrams and single tokens, the first of several places, and ten tokens."""
+    decoder = start(PromptLookup(preset="release"), ModelRunner(model), [Request(prompt(9), 30)])  # type: ignore[call-arg]
+    session: Any = decoder.session
+    decoder.step()
+    first, second = list(range(20, 32)), list(range(40, 52))
+    for text, drafted in (
+        ([2, 3, 60, 1, 2, 3, *first, 8, 1, 2, 3, *second, 8, 1, 2, 3], first[:10]),
+        ([2, 60, 2, 3, *first, 7, 2, 3, *second, 2, 3], first[:10]),
+        ([7, 3, *first, 3, *second, 3], first[:10]),
+        ([7, 4, *first, 4, *second, 3], []),
+    ):
+        session.drafter.index[0] = session.drafter._new_index()
+        session.drafter.index[0].extend(text)
+        assert session.drafter._row_draft(0, 28).tokens == drafted
+
+
 def test_a_prediction_is_followed_as_long_as_the_text_agrees_and_found_again() -> None:
     expected = PredictedText([4, 5, 6, 8, 1, 2, 6, 8, 3])
     assert expected.next(3) == [4, 5, 6]
@@ -241,6 +258,31 @@ def test_one_mask_serves_both_branches(family: str | None, monkeypatch: pytest.M
             texts[row] += tokens
     assert checked > 20
     assert tried > 0
+
+
+def test_the_release_of_lookahead_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W = 7, N = 5: the window grows to four rows of seven guesses. G = 7: of nine n-grams after a token the latest seven are
+    tried, each with four further tokens."""
+    asked = [token for one in range(1, 10) for token in (5, *range(10 * one, 10 * one + 4))]
+    decoder = start(Lookahead(preset="release"), ModelRunner(llama()), [Request(torch.tensor(asked), 20)])  # type: ignore[call-arg]
+    session: Any = decoder.session
+    decoder.step()
+    real, windows, text = session.drafter._row_draft, list[int](), session.drafter.text[0]
+    text.append(5)
+    tried = real(0, 10)
+    text.pop()
+    paths = [branch(tried, node) for node in range(len(tried.tokens)) if tried.candidate[node]]
+    assert [path for path in paths if len(path) == 4] == [list(range(10 * one, 10 * one + 4)) for one in range(9, 2, -1)]
+
+    def row_draft(row: int, allowed: int) -> Any:
+        draft = real(row, allowed)
+        windows.append(draft.candidate.count(False))
+        return draft
+
+    monkeypatch.setattr(session.drafter, "_row_draft", row_draft)
+    for _ in range(6):
+        decoder.step()
+    assert windows == [7, 14, 21, 28, 28, 28]
 
 
 def test_the_prompts_n_grams_are_tried_at_once(model: Any) -> None:

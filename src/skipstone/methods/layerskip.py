@@ -27,6 +27,11 @@ from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 
+def _paper(where: str, num_speculative_tokens: int) -> Preset:
+    fixed = {"confidence_threshold": None, "reuse_cache": True, "rejection_sample_method": "standard"}
+    return Preset(f"Elhoushi et al., {where}", {"num_speculative_tokens": num_speculative_tokens, **fixed})
+
+
 @dataclass(frozen=True)
 class LayerSkip(ShortlistMethod):
     """LayerSkip's self-speculative decoding: the first E layers draft, the others verify."""
@@ -40,10 +45,10 @@ class LayerSkip(ShortlistMethod):
         "assistant_confidence_threshold": "confidence_threshold",
     }
     presets: ClassVar[dict[str, Preset]] = {
-        "paper": Preset(
-            "Elhoushi et al., Table 3: CNN/DM and XSum with Llama2 7B, where E = 8",
-            {"num_speculative_tokens": 12, "confidence_threshold": None, "rejection_sample_method": "standard"},
-        )
+        "paper": _paper("Table 3: CNN/DM and XSum with Llama2 7B, where E = 8", 12),
+        "paper-humaneval": _paper("Table 3: HumanEval with Llama2 7B, where E = 8", 6),
+        "paper-topv2": _paper("section 6.2: TOPv2 with Llama 1.5B, where E = 6, 12 and 18", 8),
+        "paper-cpu": _paper("Table 11: TOPv2 on the CPU with Llama 1.5B, where E = 6, 12 and 18", 7),
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's early exits are not trained."
 

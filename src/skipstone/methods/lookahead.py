@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
 from skipstone.decoding.drafter import Drafter
-from skipstone.decoding.method import DraftingMethod
+from skipstone.decoding.method import DraftingMethod, Preset
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
@@ -34,6 +34,12 @@ class Lookahead(DraftingMethod):
 
     name: ClassVar[str] = "lookahead"
     positional: ClassVar[str] = "verifies trees"
+    presets: ClassVar[dict[str, Preset]] = {
+        "release": Preset(
+            "minimal.py of LookaheadDecoding, for a 7B model. AdaDecode's paper takes it as a baseline; SWIFT's does not say",
+            {"window": 7, "ngram": 5, "guesses": 7},
+        )
+    }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that the model's own n-grams do not come again."
 
     window: int = setting(7, "W, guesses that a pass refines.")

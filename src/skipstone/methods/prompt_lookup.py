@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter
-from skipstone.decoding.method import DraftingMethod
+from skipstone.decoding.method import DraftingMethod, Preset
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import setting
 from skipstone.engines.engine import SurvivalThresholds
@@ -35,6 +35,12 @@ class PromptLookup(DraftingMethod):
     aliases: ClassVar[dict[str, str]] = {
         "prompt_lookup_num_tokens": "num_speculative_tokens",
         "max_matching_ngram_size": "prompt_lookup_max",
+    }
+    presets: ClassVar[dict[str, Preset]] = {
+        "release": Preset(
+            "README of prompt-lookup-decoding. It skips a place that fewer than 10 tokens follow; here the draft is shorter",
+            {"prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": 10, "prefer": "first"},
+        )
     }
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that this text does not repeat itself or its prompt."
 
