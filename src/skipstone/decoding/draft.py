@@ -148,6 +148,22 @@ class GreedyVerdict:
         return verdicts
 
 
+@dataclass(slots=True)
+class UnverifiedDraft:
+    """A verdict that accepts every token of a chain. last: [B] int64, the target's own token after it; NO_TOKEN as in
+    `Verdict`."""
+
+    last: Tensor
+
+    def tolist(self, draft: Draft) -> "list[RowVerdict]":
+        """The verdict on the host, in one transfer from the device: the only synchronisation of a step."""
+        verdicts = []
+        for row in _rows_on_host(draft, last=self.last[:, None]):
+            count = sum(row["valid"])
+            verdicts.append(_row_verdict(row, [*range(count)], row["tokens"][:count] + row["last"], []))
+        return verdicts
+
+
 def _rows_on_host(draft: Draft, **verdict: Tensor | None) -> list[dict[str, list[int]]]:
     """A draft and its verdict, tensors [B, k], row by row without those that are None, from one transfer."""
     parts = {"tokens": draft.tokens, "valid": draft.valid, "parents": draft.parents, **verdict}

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, UnverifiedDraft, Verdict
 from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, PREFILL_CHUNK
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
@@ -171,7 +171,7 @@ class DecodingLoop:
         session.drafter.observe_step(step)
         return self._retire(step, verdicts)
 
-    def _settle(self, draft: Draft, verdict: Verdict | GreedyVerdict, live: list[int]) -> list[RowVerdict]:
+    def _settle(self, draft: Draft, verdict: Verdict | GreedyVerdict | UnverifiedDraft, live: list[int]) -> list[RowVerdict]:
         """The verdicts on the host, cut by the stopping rules. live: active rows."""
         verdicts, active = verdict.tolist(draft), set(live)
         for row, running in enumerate(self.rows):

@@ -6,7 +6,7 @@ A row is a slot for one request at a time: `admit`, `prefill`, steps, `release`.
 from torch import Tensor
 
 from skipstone.decoding import verify
-from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Verdict
+from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, UnverifiedDraft, Verdict
 from skipstone.decoding.drafter import Drafter, NoDrafter, SessionView
 from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
@@ -126,16 +126,16 @@ class Session:
         _ = scores.best if uses_argmax_only else scores.logits  # computed now, so that its time counts as scoring
         return scores
 
-    def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        """Apply `accept_all` to drafts that need no verification, `leviathan` to drafts drawn at random and `match` to all
-        others, and show the drafter the result."""
+    def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict | UnverifiedDraft:
+        """Apply `leviathan` to drafts drawn at random and `match` to all others, and show the drafter the result. A draft that
+        needs no verification is accepted."""
+        if scores.after_draft is not None:
+            return UnverifiedDraft(scores.after_draft)
         verdict = self._verdict(draft, scores)
         verdict.notes = self.drafter.observe_scores(draft, scores, verdict)
         return verdict
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
-        if scores.after_draft is not None:
-            return verify.accept_all(draft, scores.after_draft)
         waived = self.drafter.waive_tokens(draft, scores)
         if draft.q is not None:
             everywhere = scores.everywhere()

@@ -71,12 +71,6 @@ def match_greedy(draft: Draft, picks: Tensor, waived: Tensor | None = None) -> G
     return GreedyVerdict(draft, picks, waived)
 
 
-def accept_all(draft: Draft, last: Tensor) -> GreedyVerdict:
-    """Accept every token of a chain. last: [B] int64, the target's own token after it."""
-    picks = torch.nn.functional.pad(draft.tokens, (0, 1))
-    return GreedyVerdict(draft, picks.scatter_(1, draft.valid.sum(1, keepdim=True), last[:, None]))
-
-
 def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: Noise, waived: Tensor | None = None) -> Verdict:
     """Accept each draft token x with probability min(1, p(x) / q(x)). At the first rejection draw from the residual
     norm(max(0, p - q)), after full acceptance from p.
