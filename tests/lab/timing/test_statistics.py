@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, rate, repeated_share
+from skipstone.lab.timing.statistics import BLOCKS, IntervalEstimate, mean, rate, repeated_share
 
 
 def speed_up(tokens, seconds, base_tokens, base_seconds, **more) -> IntervalEstimate:
@@ -51,6 +51,22 @@ def test_paired_interval_agrees_with_scipy():
     assert ours.low == pytest.approx(theirs.low, abs=0.01)
     assert ours.high == pytest.approx(theirs.high, abs=0.01)
     assert ours.low < ours.value < ours.high
+
+
+@pytest.mark.parametrize(("passed", "count"), [(0, 5), (5, 5), (1, 2), (57, 90), (115, 120)])
+def test_a_share_has_wilsons_interval(passed, count):
+    theirs = scipy.stats.binomtest(passed, count).proportion_ci(0.95, "wilson")
+    ours = mean([1.0] * passed + [0.0] * (count - passed))
+    assert (ours.value, ours.low, ours.high) == pytest.approx((passed / count, theirs.low, theirs.high), abs=1e-12)
+
+
+def test_a_mean_of_other_scores_has_a_bootstrap_interval():
+    values = np.random.default_rng(1).random(60)
+    theirs = scipy.stats.bootstrap((values,), np.mean, method="percentile", rng=np.random.default_rng(0)).confidence_interval
+    ours = mean(values)
+    assert (ours.value, ours.low, ours.high) == pytest.approx((values.mean(), theirs.low, theirs.high), abs=0.005)
+    with pytest.raises(ValueError, match="at least one"):
+        mean([])
 
 
 def test_bootstrap_refuses_unpaired_and_empty_columns():

@@ -3,9 +3,11 @@
 Rates are always total over total (tokens / seconds, accepted / drafted), never means of ratios.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +81,22 @@ class PooledRate:
         """The rate with its percentile bootstrap interval."""
         low, high = np.quantile(self.resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return IntervalEstimate(self.value, float(low), float(high))
+
+
+def mean(values: Column, seed: int = 0) -> IntervalEstimate:
+    """The mean of values, one per unit, with Wilson's interval if all of them are 0 or 1, else with a bootstrap interval.
+    ValueError without a value."""
+    if len(values) and {*values} <= {0.0, 1.0}:
+        return _share(float(np.sum(values)), len(values))
+    return rate(values, np.ones(len(values)), seed).estimate()
+
+
+def _share(count: float, total: int) -> IntervalEstimate:
+    """count / total with Wilson's score interval, which is right for shares near 0 and 1, too."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    value, centre, scale = count / total, (count + z * z / 2) / (total + z * z), z / (1 + z * z / total)
+    half = scale * math.sqrt(value * (1 - value) / total + (z / total / 2) ** 2)
+    return IntervalEstimate(value, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def rate(amounts: Column, costs: Column, seed: int = 0, resamples: int = RESAMPLES) -> PooledRate:

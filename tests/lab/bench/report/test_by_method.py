@@ -70,13 +70,14 @@ def adadecode(**changes: Any) -> list[dict[str, Any]]:
 
 
 def adasd() -> list[dict[str, Any]]:
-    """AdaSD: 303 tokens, 15 of them overruled."""
+    """AdaSD: 303 tokens, 15 of them overruled; an answer is right that is wrong without it."""
     about = {"method": "adasd", "settings": {}, "lossless": False}
     found = replaced({"adasd": about}, {"grown": {"means": MEANS}})
     for line in (line for line in found if "rows" in line):
         for name, row in line["rows"].items():
             row["log_likelihood"] = -202.0 if name == "adasd" else -101.0
         line["rows"]["adasd"]["stats"]["overruled"] = 5
+        line["rows"]["adasd"]["scores"] = [{"exact_match": float(line["index"] != 1)}]
     return found
 
 
@@ -115,10 +116,14 @@ def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> No
     group = group_of(tmp_path / "a.jsonl", adasd())
     cells = cells_of(tables.by_draft_model(group))
     assert [*cells] == ["hf-generate", "autoregressive", "adasd (lossy)"]
-    names = ("#cand", "#match", "AccRate", "JSD accepted", "JSD rejected", "threshold", "overruled", "log-likelihood", "score")
+    names = ("#cand", "#match", "AccRate", "JSD accepted", "JSD rejected", "threshold", "overruled", "log-likelihood")
     assert [cells["adasd (lossy)"][name] for name in names] == (
-        ["2.00", "1.00", "0.500", "0.150", "0.490", "-", "5.0%", "-2.000", "exact_match 0.333"]
+        ["2.00", "1.00", "0.500", "0.150", "0.490", "-", "5.0%", "-2.000"]
     )
+    scores = [cells["adasd (lossy)"][name] for name in ("score", "score - plain")]
+    assert scores == ["exact_match 0.667 (0.208-0.939)", "+0.333 (+0.000 to +1.000)"], "the change is prompt by prompt"
+    assert cells["autoregressive"]["score - plain"] == "+0.000"
+    assert cells["hf-generate"]["score - plain"] == "-", "it has no score"
     assert cells["autoregressive"]["log-likelihood"] == "-1.000"
     assert "drafts, and what keeping them costs" in report.report([tmp_path / "a.jsonl"], "md")
 

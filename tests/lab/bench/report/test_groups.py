@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 
 from skipstone.lab.bench.report import report, tables
 from skipstone.lab.bench.report.aggregate import groups
@@ -46,7 +47,8 @@ def test_figures_by_hand(results: Path) -> None:
     assert own["speedups"]["autoregressive"] == pytest.approx({"value": 2, "low": 2, "high": 2})
     assert own["speedups"]["hf-generate"]["value"] == pytest.approx(1.25 / 0.55)
     assert own["equal"] == {"autoregressive": 2, "hf-generate": 2}
-    assert own["scores"] == {"exact_match": pytest.approx(1 / 3)}
+    wilson = scipy.stats.binomtest(1, 3).proportion_ci(0.95, "wilson")
+    assert own["scores"] == {"exact_match": pytest.approx({"value": 1 / 3, "low": wilson.low, "high": wilson.high})}
     assert group.figures("hf-early-exit", group.lines) is None
 
 

@@ -10,13 +10,15 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from skipstone.decoding.stats import Stats
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import add_counts, is_calm
 from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.tasks.scores import pass_at_k
-from skipstone.lab.timing.statistics import PooledRate, pooled, rate
+from skipstone.lab.timing.statistics import PooledRate, mean, pooled, rate
 from skipstone.methods import stored_settings
 from skipstone.policy.cost_model import speedup
 
@@ -132,7 +134,8 @@ class MeasurementGroup:
             "first_request_seconds": self.first[label]["seconds"] if label in self.first else None,
             "speedups": {},
             "equal": {},
-            "scores": _scores(rows),
+            "scores": {name: asdict(mean(values, self.seed)) for name, values in _scores(rows).items()},
+            "score_changes": self._score_changes(label, lines),
             "means": _means(rows),
             "lossless": self.about["methods"][label]["lossless"],
         }
@@ -151,6 +154,13 @@ class MeasurementGroup:
                 figures |= predict_speedup(total, rows, plain)
                 figures["costed_speedup"] = self._predict_from_costs(label, lines, total)
         return figures
+
+    def _score_changes(self, label: str, lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+        """Name -> the mean difference between a method's scores and plain decoding's of the same prompts, with its interval."""
+        pairs = self.pairs_with_plain(label, lines)
+        own, plain = (_scores([pair[side] for pair in pairs]) for side in (0, 1))
+        changes = {name: np.subtract(own[name], plain[name]) for name in own if len(own[name]) == len(plain.get(name, ()))}
+        return {name: asdict(rate(change, np.ones(len(change)), self.seed).estimate()) for name, change in changes.items()}
 
     def _predict_from_costs(self, label: str, lines: Sequence[Line], total: Stats) -> float | None:
         """The speed-up predicted by the model's measured costs, or None if they predict none."""
@@ -211,17 +221,17 @@ def _latency(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     return {"ttft_ms": 1000 * first / calls, "tpot_ms": 1000 * (seconds - first) / (tokens - calls) if tokens > calls else None}
 
 
-def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean scores over prompts. A pass-or-fail task with several samples gives pass@k."""
-    scores: dict[str, float] = {}
+def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The scores of every prompt that has them. A pass-or-fail task with several samples gives pass@k."""
+    scores: dict[str, list[float]] = {}
     for name in dict.fromkeys(name for row in rows for sample in row["scores"] for name in sample):
         samples = ([sample[name] for sample in row["scores"] if name in sample] for row in rows)
         per_prompt = [values for values in samples if values]
         if name == "pass":
             for k in sorted({1, min(map(len, per_prompt))}):
-                scores[f"pass@{k}"] = fmean(pass_at_k(len(values), round(sum(values)), k) for values in per_prompt)
+                scores[f"pass@{k}"] = [pass_at_k(len(values), round(sum(values)), k) for values in per_prompt]
         else:
-            scores[name] = fmean(map(fmean, per_prompt))
+            scores[name] = [*map(fmean, per_prompt)]
     return scores
 
 

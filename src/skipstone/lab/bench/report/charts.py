@@ -133,7 +133,7 @@ def _settings(group: MeasurementGroup) -> Any:
 def _speed_and_score(figures: dict[str, Any]) -> Any:
     """Speed against the first score; methods that another one beats are pale."""
     scored = {name: one for name, one in figures.items() if one["scores"]}
-    points = {name: (one["tokens_per_second"], next(iter(one["scores"].values()))) for name, one in scored.items()}
+    points = {name: (one["tokens_per_second"], next(iter(one["scores"].values()))["value"]) for name, one in scored.items()}
     if len(points) < 2 or all(figures[name]["lossless"] for name in points):
         return None
     figure, axes = _axes("tokens/s", next(score for one in figures.values() for score in one["scores"]))

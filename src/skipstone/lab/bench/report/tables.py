@@ -31,7 +31,8 @@ below {LOOPING} in all rows; the last column takes all prompts. ceiling: share o
 plain decoding. TTFT, TPOT: time to the first token and per further token. ms a step: draft + scoring + other. predicted: the
 speed-up that M and these costs allow without setup and prefill; reached: the share of it that was reached. by costs: the
 speed-up that M and `skipstone costs` predict without this run / the measured one, both without setup and prefill.
-equal: greedy texts identical to {THEIRS}."""
+equal: greedy texts identical to {THEIRS}. score: with 95 % intervals, Wilson's for scores of 0 and 1 and bootstraps over
+prompts for others; score - plain: the mean difference to {BASELINE}, prompt by prompt, with a paired bootstrap interval."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def share(count: float, total: float) -> float | None:
     return count / total if total else None
 
 
+SCORE = "{name} {value:.3f} ({low:.3f}-{high:.3f})"
 PLAIN = f"{{speedups[{BASELINE}][value]:.2f}}"
 COLUMNS = {
     "n": "{prompts}",
@@ -108,6 +110,7 @@ ACROSS_TASKS = {
         "tks/sec": "{tokens_per_second:.3f}",
         "JSDist": "{means[distance_threshold]:.3f}",
         "acc": "{score}",
+        "acc - plain": "{score_change}",
         "#cand": "{per_step[drafted]:.3f}",
         "#match": "{per_step[accepted]:.3f}",
         "AccRate": "{acceptance_rate:.3f}",
@@ -132,7 +135,7 @@ BY_METHOD = {
 """Layout -> the cells that every method has in a table of its group. `all` has the figures over all prompts."""
 DRAFT_LENGTHS = ("num_speculative_tokens", "num_assistant_tokens", "prompt_lookup_num_tokens", "num_draft_tokens")
 """Names of the draft tokens per step among the settings of methods."""
-NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}, "scores": {}}
+NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}, "scores": {}, "score_changes": {}}
 
 
 def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict
         "name": group.display_name(label),
         "settings": settings,
         "intervals": {reference: _interval(**one) for reference, one in figures["speedups"].items()},
-        "score": ", ".join(f"{name} {value:.3f}" for name, value in figures["scores"].items()) or NONE,
+        "score": ", ".join(SCORE.format(name=name, **one) for name, one in figures["scores"].items()) or NONE,
+        "score_change": ", ".join(_change(**one) for one in figures["score_changes"].values()) or NONE,
         "step_milliseconds": "+".join(f"{figures[part]:.1f}" for part in parts if part in figures) or NONE,
         "milliseconds_per_token": speed and 1000 / speed,
         "peak_mebibytes": memory and memory / 2**20,
@@ -159,6 +163,10 @@ def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict
 def _interval(value: float, low: float, high: float) -> str:
     exact = high - low < 1e-9  # a method compared with itself, or a single prompt
     return f"{value:.2f}" if exact else f"{value:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _change(value: float, low: float, high: float) -> str:
+    return f"{value:+.3f}" if low == high else f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def _table(group: MeasurementGroup, about: str, cells: Mapping[str, str], rows: Iterable[Figures]) -> Table:
@@ -336,6 +344,7 @@ DRAFT_MODELS = {
     "overruled": "{overruled_share:.1%}",
     "log-likelihood": "{log_likelihood:.3f}",
     "score": "{score}",
+    "score - plain": "{score_change}",
 }
 
 
