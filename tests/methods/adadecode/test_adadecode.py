@@ -127,6 +127,8 @@ def test_algorithm_1_with_the_papers_constants() -> None:
     ]
     passes = [(0, 2, 1), (2, 4, 1), (4, 6, 1), (0, 2, 1), (0, 2, 1), (2, 4, 2), (0, 2, 1), (0, 2, 1), (0, 2, 1)]
     method = AdaDecode(scripted(usual_layers(8), tests, model), preset="paper")  # type: ignore[call-arg]
+    assert replace(method, heads=None) == AdaDecode(), "the defaults are the paper's"
+    assert (method.lossless, method.recheck, method.rejection_sample_method) == (True, False, "standard")
     decoder = DecodingLoop(method.start(ModelRunner(model), 1, 40))
     decoder.admit(0, Request(prompt(7), 20))
     decoder.step()
