@@ -1,5 +1,6 @@
 """A greedy chain in one native call is the chain that is drafted token by token: tokens, states, keys and values, the text."""
 
+import copy
 import math
 import random
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone import LayerSkip, Method, Request, SelfSpeculative
+from skipstone import LayerSkip, Method, Request, SelfSpeculative, Swift
+from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft
-from skipstone.engines.engine import ChainInputs
+from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import NativeEngine
@@ -51,8 +53,9 @@ class TokenByToken(Noting):
 class Drafted:
     """A draft, and what it left behind. valid: [B, n]; the others for valid entries only, in their order.
 
-    states: [entries, d] and depth: [entries], of the root and the drafts of every row but its last one. stored: keys and values
-    of the same tokens and those before them. max_drafts: of every row, as the engine was called with them; None without a call.
+    states: [entries, d] and depth: [entries], of the root and the drafts of every row but the last (of a tree, of its chain).
+    stored: keys and values of the same tokens and those before them. max_drafts: of every row, as the engine was called with
+    them; None without a call.
     """
 
     valid: Tensor
@@ -66,13 +69,14 @@ class Drafted:
 
 def seen(session: Any, draft: Draft, calls: list[ChainInputs]) -> Drafted:
     forward: Any = draft.forward
-    entries, counts = torch.nn.functional.pad(draft.valid, (0, 1)), draft.valid.sum(1).tolist()  # [B, n + 1]
+    in_chain = draft.valid if draft.parents is None else draft.valid[:, : draft.levels]
+    entries, counts = torch.nn.functional.pad(in_chain, (0, 1)), in_chain.sum(1).tolist()  # [B, n + 1]
     return Drafted(
         draft.valid,
         draft.tokens[draft.valid],
         None if draft.confidence is None else draft.confidence[draft.valid],
-        torch.from_numpy(forward.depth.copy())[entries],
-        forward.hidden[entries],
+        torch.from_numpy(forward.depth.copy())[:, : entries.shape[1]][entries],
+        forward.hidden[:, : entries.shape[1]][entries],
         [
             buffer[row, :, : forward.base[row] + count].clone()
             for buffer in (*session.store.keys, *session.store.values)
@@ -134,6 +138,7 @@ METHODS: dict[str, Any] = {
     "layerskip": lambda threshold: LayerSkip(2, DRAFTS, threshold),
     "skip sets": lambda threshold: SelfSpeculative((1, 2), (2,), None, DRAFTS, threshold),
     "a skipped attention": lambda threshold: SelfSpeculative((1,), (), None, DRAFTS, threshold),
+    "layerskip without reuse": lambda threshold: LayerSkip(2, DRAFTS, threshold, reuse_cache=False),
     "layerskip, some tokens": lambda threshold: LayerSkip(2, DRAFTS, threshold, draft_vocabulary=60),
     "skip sets, some tokens": lambda threshold: SelfSpeculative((1, 2), (2,), None, DRAFTS, threshold, draft_vocabulary=60),
 }
@@ -150,6 +155,41 @@ def test_one_call_drafts_what_single_tokens_draft(method: str, threshold: Any, f
         assert not stopped, "nothing but a threshold stops a draft here"
     elif threshold != 0.3:
         assert stopped, "the threshold stopped no draft"
+
+
+@round_robin(threshold=[None, 0.3, "adaptive"], dynamic=[True, False], tokens=[None, 60, 6], rows=[3, 1])
+def test_trees_of_one_call_are_those_of_single_tokens(threshold: Any, dynamic: bool, tokens: int | None, rows: int) -> None:
+    settings: Any = {"search": "uniform", "dynamic_verification": dynamic, "draft_vocabulary": tokens}
+    drafts, _ = assert_alike("llama", Swift(0.45, DRAFTS, threshold, **settings), requests(rows, frozenset()))
+    assert any(draft.valid.shape[1] > DRAFTS for draft in drafts) == dynamic, "runners-up are leaves"
+
+
+@pytest.mark.parametrize("tokens", [None, 20])
+def test_runners_up_distributions_and_entropies_are_those_of_float64(tokens: int | None) -> None:
+    model, drafts, size = families.cached("llama"), 7, 100
+    runner, exact = ModelRunner(model, "native"), copy.deepcopy(model).double()
+    shortlist = None if tokens is None else torch.arange(3, 97, 4)[:tokens]
+    ids, roots = torch.arange(97) if shortlist is None else shortlist, torch.tensor([[5], [11]])
+
+    def chain(limits: list[float]) -> ChainOutputs:
+        inputs = ChainInputs([drafts, drafts], None, [frozenset()] * 2, runner.depth, max_entropy=limits)
+        inputs.num_ranked, inputs.distribution_size, inputs.shortlist = 30, size, shortlist
+        inputs.roots, inputs.bases, inputs.extent, inputs.columns = roots[:, 0], [0, 0], drafts + 1, drafts + 1
+        store = KVCache(2, runner.depth, drafts + 1)
+        store.reserve(drafts + 1)
+        return runner.chain(inputs, store)
+
+    found: Any = chain([math.inf, math.inf])
+    logits = exact(torch.cat([roots, found.tokens[:, :-1]], 1)).logits[..., ids]  # [2, n, S], every place at once
+    p = logits.softmax(-1)
+    assert torch.equal(found.ranked, ids[logits.argsort(-1, descending=True)][..., :30])
+    torch.testing.assert_close(found.entropy.double(), verify.entropy(p), rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.distributions[..., ids].double(), p, rtol=1e-4, atol=1e-6)
+    found.distributions[..., ids] = 0
+    assert not found.distributions.any()
+    limit = float(found.entropy[0].sort().values[2])  # as much as one of them: it does not stop there
+    stopped = chain([limit, math.inf])
+    assert stopped.counts == [1 + next(n for n, one in enumerate(found.entropy[0].tolist()) if one > limit), drafts]
 
 
 @round_robin(method=METHODS, rows=[3, 1])

@@ -141,14 +141,24 @@ def test_a_draft_model_keeps_its_own_options(model: Any) -> None:
     assert_as_plain(model, prompt(9), Speculative(drafter, 3), max_new_tokens=20)
 
 
+CHAINS: dict[str, Any] = {
+    "constant": lambda draft: Speculative(draft, 4),
+    "heuristic": lambda draft: Speculative(draft, 4, "heuristic"),
+    "confidence": lambda draft: Speculative(draft, 4, "confidence", confidence_threshold=0.2),
+    "adasd": AdaSD,
+    "adasd, exact": lambda draft: AdaSD(draft, relaxed=False),
+    "adasd, fixed": lambda draft: AdaSD(draft, adaptive_length=False),
+    "adasd, some tokens": lambda draft: AdaSD(draft, draft_vocabulary=60),
+}
+
+
 @NATIVE
-@pytest.mark.parametrize("settings", ["constant", "heuristic", "confidence"])
+@pytest.mark.parametrize("settings", CHAINS)
 def test_a_chain_in_one_call_is_that_of_single_tokens(
-    settings: Any, model: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
+    settings: str, model: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged rows that end at different times, drafts of different lengths, ends of texts inside drafts."""
-    eos, threshold = frozenset({3, 50, 60}), 0.2 if settings == "confidence" else None
-    method = Speculative(draft, 4, settings, confidence_threshold=threshold)
+    eos, method = frozenset({3, 50, 60}), CHAINS[settings](draft)
     calls: list[int] = []
     own = NativeEngine.chain
     monkeypatch.setattr(NativeEngine, "chain", lambda self, *given: calls.append(1) or own(self, *given))

@@ -680,6 +680,13 @@ struct Case {
     Block<float> survival(2 + 2 * width);
     for (int64_t i = 0; i < survival.count; i++) survival[i] = i < 2 ? 1.0f : -1.0f;
     const bool survives = asks && dice.chance(40);
+    Block<double> max_entropy(b);
+    for (int64_t row = 0; row < b; row++) max_entropy[row] = dice.chance(30) ? INFINITY : dice.from(0, 800) / 100.0;
+    const bool limits = dice.chance(50), distributes = limits && dice.chance(60);
+    int64_t num_ranked = dice.chance(50) ? 0 : dice.from(1, std::min<int64_t>(listed, 100));
+    int64_t size = m.vocabulary + (dice.chance(30) ? 3 : 0);
+    Block<float> entropies(b * width), distributions(b * width * size);
+    Block<int64_t> ranked(b * width * num_ranked);
     const int64_t stride = (width + 1) * m.hidden + (dice.chance(30) ? 3 : 0);
     Block<float> hidden((b - 1) * stride + (width + 1) * m.hidden);
     const int64_t* skip = skip_set();
@@ -687,7 +694,10 @@ struct Case {
     asked.to = dice.from(asked.from, m.depth);
     const bool spoiled = hostile && dice.chance(50);
     if (spoiled)
-      for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 14)) {
+      for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 17)) {
+        case 17: size = fewer(m.vocabulary); break;
+        case 16: num_ranked = dice.chance(50) ? fewer(num_ranked) : dice.hostile(listed + 1); break;
+        case 15: max_entropy[dice.from(0, b - 1)] = dice.chance(50) ? NAN : -INFINITY; break;
         case 14: survival[dice.from(0, survival.count - 1)] = dice.chance(50) ? NAN : INFINITY; break;
         case 0: spoil(roots, m.embeddings); break;
         case 1: spoil(bases, known); break;
@@ -708,7 +718,9 @@ struct Case {
     const std::vector<Block<uint8_t>> before = buffers;
     const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), bases.data(), most.data(), width,
                                         asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, transform, shortlist, sure,
-                                        survives ? survival.data() : nullptr, drafts.data(), counts.data(), asks ? probabilities.data() : nullptr, hidden.data(), stride, asked.threads);
+                                        survives ? survival.data() : nullptr, limits ? max_entropy.data() : nullptr, num_ranked, size, drafts.data(), counts.data(),
+                                        asks ? probabilities.data() : nullptr, limits ? entropies.data() : nullptr, ranked.data(),
+                                        distributes ? distributions.data() : nullptr, hidden.data(), stride, asked.threads);
     CHECK(error != NO_MEMORY);
     if (spoiled) {
       for (int64_t row = 0; error == OK && row < pass.b; row++) CHECK(counts[row] >= 0 && counts[row] <= std::max<int64_t>(0, most[row]));
@@ -777,6 +789,27 @@ struct Case {
           CHECK(std::abs(double(found) / probability_of(&logits[row * m.vocabulary], place_of[row], listed) - 1) < 1e-5);
           on = on && (sure ? found > thresholds[row] : found >= thresholds[row]);
           CHECK(!sure || found > thresholds[row]);
+        }
+        const float* own = &logits[row * m.vocabulary];
+        const int64_t at = row * width + place;
+        if (num_ranked > 0) {
+          std::vector<int64_t> order(static_cast<size_t>(listed));
+          for (int64_t i = 0; i < listed; i++) order[size_t(i)] = i;
+          std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t c) { return own[a] > own[c]; });
+          for (int64_t k = 0; k < num_ranked; k++)
+            CHECK(ranked[at * num_ranked + k] == (shortlist == nullptr ? order[size_t(k)] : ids[size_t(order[size_t(k)])]));
+        }
+        if (limits) {
+          double expected = 0;
+          std::vector<float> all(size_t(distributes ? size : 0));
+          for (int64_t i = 0; i < listed; i++) {
+            const double p = probability_of(own, i, listed);
+            if (p > 0) expected -= p * std::log2(p);
+            if (distributes) all[size_t(shortlist == nullptr ? i : ids[size_t(i)])] = float(p);
+          }
+          CHECK(std::abs(double(entropies[at]) - expected) < 1e-4);
+          for (size_t id = 0; id < all.size(); id++) CHECK(std::abs(distributions[at * size + int64_t(id)] - all[id]) < 1e-5);
+          on = on && double(entropies[at]) <= max_entropy[row];
         }
         drafting[row] = on;
         takes[row] = on || keep_states;

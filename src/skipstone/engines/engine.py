@@ -43,12 +43,14 @@ class ChainInputs:
     which a draft is its last one; None to compute no probabilities. ends: per row, the ids that end a draft. layers: number of
     layers that draft. skip: sublayers of these that are left out. transform: [d', d'] applied to normed states before the LM
     head, or None. excludes_uncertain: a draft at or below its threshold is dropped, so that the draft before it is the last.
-    survival: a further stop rule; it needs thresholds.
+    survival: a further stop rule; it needs thresholds. max_entropy: per row, the entropy in bits above which a draft is its
+    last one; None to compute no entropies. num_ranked: number of best tokens to return per place, 0 for none.
+    distribution_size: V of the returned distributions, at least the model's vocabulary, 0 for none; it needs max_entropy.
+    keep_states: return the states that leave the drafting layers (an exit).
 
     `PartialForward` sets the others. roots: [B] int64, the last committed id of every row. bases: their positions. extent:
-    number of slots that the chain may need. columns: tokens per row in the returned states. keep_states: return the states that
-    leave the drafting layers (an exit). shortlist: [S] int64, the ids that drafts and their probabilities are limited to; None
-    for all.
+    number of slots that the chain may need. columns: tokens per row in the returned states. shortlist: [S] int64, the ids that
+    drafts and their probabilities are limited to; None for all.
     """
 
     max_drafts: list[int]
@@ -59,11 +61,14 @@ class ChainInputs:
     transform: Tensor | None = None
     excludes_uncertain: bool = False
     survival: SurvivalThresholds | None = None
+    max_entropy: list[float] | None = None
+    num_ranked: int = 0
+    distribution_size: int = 0
+    keep_states: bool = False
     roots: Tensor = field(init=False)
     bases: list[int] = field(init=False)
     extent: int = field(init=False)
     columns: int = field(init=False)
-    keep_states: bool = False
     shortlist: Tensor | None = None
 
 
@@ -74,12 +79,20 @@ class ChainOutputs:
     tokens: [B, n] int64. counts: number of drafts per row. confidence: [B, n] float32, the drafter's probability of each draft
     at temperature 1; None without thresholds. states: [B, columns, d] of the roots and all drafts, 0 where a row has no token:
     with `keep_states` those that leave the drafting layers (the last draft runs through them, too), else embeddings.
+
+    ranked: [B, n, k] int64, the k = min(num_ranked, V or S) best tokens of every place, the draft first, NO_TOKEN for those of
+    logit minus infinity; None without `num_ranked`. entropy: [B, n] float32, in bits at temperature 1; None without
+    `max_entropy`. distributions: [B, n, V] float32, at temperature 1; None without `distribution_size`. Their values are
+    arbitrary where a row has no draft.
     """
 
     tokens: Tensor
     counts: list[int]
     confidence: Tensor | None
     states: Tensor
+    ranked: Tensor | None = None
+    entropy: Tensor | None = None
+    distributions: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -204,12 +204,11 @@ class PartialForward:
         """Append a greedy chain that the first `inputs.layers` layers draft, in one engine call.
 
         Returns None and changes nothing if no row drafts, if the engine has no such call, or if the model changes logits after
-        the engine (a draft model maps them to its target's vocabulary). Without a skip set all tokens have then passed the
-        layers that drafted them. With one they are at depth 0, as the drafter may be another model runner.
+        the engine (a draft model maps them to its target's vocabulary). With `inputs.keep_states` all tokens have then passed
+        the layers that drafted them, else they are at depth 0.
         """
         assert self.width == 1, "a chain starts at the root"
-        assert inputs.skip is not None or self.drafter is self.model, "a token that another drafter ran has no state here"
-        inputs.keep_states = inputs.skip is None
+        assert not inputs.keep_states or self.drafter is self.model, "a token that another drafter ran has no state here"
         if (chain := self._chain(self.drafter, inputs)) is None:
             return None
         width = 1 + chain.tokens.shape[1]

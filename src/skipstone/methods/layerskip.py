@@ -91,8 +91,8 @@ class LayerSkipDrafter(ChainDrafter):
         super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled, exit_layer=exit_layer)
         self.shortlist, self.reuse_cache = method.shortlist(model), method.reuse_cache
 
-    def one_call(self) -> tuple[int, None] | None:
-        return (self.layers, None) if self.reuse_cache else None
+    def one_call(self) -> tuple[int, None]:
+        return self.layers, None
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Self-drafting (section 4.3.1): layers[:E] and the shared LM head, on the newest token. Returns [B, V]."""

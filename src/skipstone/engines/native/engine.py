@@ -178,18 +178,16 @@ class NativeEngine(Engine):
         rows, width = len(inputs.max_drafts), max(inputs.max_drafts)
         roots = dense(inputs.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
-        if len(inputs.bases) != rows or len(inputs.ends) != rows or inputs.columns <= width:
-            raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
-        if inputs.thresholds is None and (inputs.excludes_uncertain or inputs.survival is not None):
-            raise ValueError("excludes_uncertain and survival rules need the probabilities of drafts: set thresholds, too")
+        _check_chain(inputs, rows, width)
         numbers = ctypes.c_int64 * rows
         counts = numbers()
         drafts, draft_ids = new_buffer((rows, width), torch.int64, torch.zeros)
         states, states_address = new_buffer((rows, inputs.columns, self._hidden), make=torch.zeros)
-        thresholds = probabilities = probabilities_address = None
-        if inputs.thresholds is not None:
-            thresholds = (ctypes.c_float * rows)(*inputs.thresholds)
-            probabilities, probabilities_address = new_buffer((rows, width), make=torch.zeros)
+        thresholds, probabilities, probabilities_address = _limits(inputs.thresholds, ctypes.c_float, width)
+        max_entropy, entropy, entropy_address = _limits(inputs.max_entropy, ctypes.c_double, width)
+        num_ranked = min(inputs.num_ranked, self._vocabulary if inputs.shortlist is None else len(inputs.shortlist))
+        ranked, ranked_address = _optional_buffer((rows, width, num_ranked), torch.int64, torch.zeros)
+        distributions, distributions_address = _optional_buffer((rows, width, inputs.distribution_size))
         self._pass.b, self._pass.first_row, self._pass.extent = rows, 0, inputs.extent
         self._fill_rotary(inputs.extent)
         place = self._model, self._pass_address, self._store_address(store)
@@ -197,11 +195,14 @@ class NativeEngine(Engine):
         tokens = root_ids, numbers(*inputs.bases), numbers(*inputs.max_drafts), width
         stops = thresholds, *_ends(inputs)
         head = self._transform_address(inputs.transform), self._shortlist_address(inputs.shortlist)
-        rules = inputs.excludes_uncertain, _survival(inputs, width)
-        results = draft_ids, counts, probabilities_address, states_address, states.stride(0)
+        rules = inputs.excludes_uncertain, _survival(inputs, width), max_entropy
+        wanted = num_ranked, inputs.distribution_size
+        of_places = probabilities_address, entropy_address, ranked_address, distributions_address
+        results = *wanted, draft_ids, counts, *of_places, states_address, states.stride(0)
         self._library.sk_chain(*place, *span, *tokens, *stops, inputs.keep_states, *head, *rules, *results, self.threads)
         end = max(counts)
-        return ChainOutputs(drafts[:, :end], list(counts), None if probabilities is None else probabilities[:, :end], states)
+        parts = [part if part is None else part[:, :end] for part in (probabilities, ranked, entropy, distributions)]
+        return ChainOutputs(drafts[:, :end], list(counts), parts[0], states, *parts[1:])
 
     def normed(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
@@ -372,6 +373,27 @@ class NativeEngine(Engine):
             flags = [SKIP_ATTENTION * (i in skip.attention) + SKIP_MLP * (i in skip.mlp) for i in range(self._depth)]
             bits = self._skips[skip] = (ctypes.c_int64 * self._depth)(*flags)
         return ctypes.addressof(bits)
+
+
+def _check_chain(inputs: ChainInputs, rows: int, width: int) -> None:
+    """ValueError for inputs that do not fit one another."""
+    if len(inputs.bases) != rows or len(inputs.ends) != rows or inputs.columns <= width:
+        raise ValueError(f"the native engine wants bases and ends of {rows} rows, and {width + 1} columns or more")
+    if inputs.thresholds is None and (inputs.excludes_uncertain or inputs.survival is not None):
+        raise ValueError("excludes_uncertain and survival rules need the probabilities of drafts: set thresholds, too")
+
+
+def _limits(limits: list[float] | None, kind: Any, width: int) -> tuple[Any, Tensor | None, int | None]:
+    """(A limit for every row as an array of `kind`, the tensor [B, width] float32 for the values that it limits, its address);
+    None for no limits."""
+    if limits is None:
+        return None, None, None
+    return (kind * len(limits))(*limits), *new_buffer((len(limits), width), make=torch.zeros)
+
+
+def _optional_buffer(shape: tuple[int, ...], *how: Any) -> tuple[Tensor | None, int | None]:
+    """As `new_buffer`; None for an empty last dimension."""
+    return new_buffer(shape, *how) if shape[-1] else (None, None)
 
 
 def _ends(inputs: ChainInputs) -> tuple[Any, int]:

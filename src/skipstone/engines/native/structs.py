@@ -113,7 +113,7 @@ SIGNATURES = {
     "sk_test": "pppipppi",
     "sk_largest": "piiiipi",
     "sk_draw": "piiipppppip",
-    "sk_chain": "pppiippppippiippipppppii",
+    "sk_chain": "pppiippppippiippippiipppppppii",
 }
 """Functions that return an error code, and the kinds of their arguments: p for a pointer, i for a 64-bit integer."""
 

@@ -12,6 +12,7 @@ Our reading where the paper is silent: the ordinary rule decides on drafts above
 threshold. Each request has its own means. Entropy and distance are of processed logits at temperature 1, before the warpers.
 """
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,11 +29,15 @@ from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
-from skipstone.engines.engine import SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
+from skipstone.engines.host_transfer import to_device
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, Variant, VerificationThreshold
+from skipstone.methods.drafting.chain import DraftChain
 from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter, DraftModelMethod
 from skipstone.models.generation_config import OWN_FIELD
+from skipstone.models.passes import SkipSet
 
 MAX_WINDOW = 20
 """Maximum number of drafts a step with the generation threshold (appendix A)."""
@@ -122,8 +127,9 @@ class AdaSDDrafter(DraftModelDrafter):
         self.verification = VerificationThreshold(rows, model.device, method.variant)
         # of this step
         self._entropy_limit = self.generation.value  # [B]
-        self._draft_distributions: list[Tensor] = []  # one [B, V] per place, processed, at temperature 1
-        self._draft_entropies: list[Tensor] = []  # one [B] per place, in bits
+        self._of_places: list[tuple[Tensor, Tensor]] = []  # one (distribution [B, V], entropy [B]) per place, processed
+        self._distributions: Tensor | None = None  # [B, n, V], the draft model's, processed, at temperature 1
+        self._entropies: Tensor | None = None  # [B, n], in bits
         self._distances: Tensor | None = None  # [B, n], between draft model and target
 
     def add_request(self, row: int, request: Request) -> None:
@@ -131,32 +137,47 @@ class AdaSDDrafter(DraftModelDrafter):
         self.generation.reset(row)
         self.verification.reset(row)
 
-    def one_call(self) -> None:
-        """None: its stop rule needs every token's distribution."""
-
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed
 
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Generation: draft until a token's entropy is above the threshold or the window is full."""
-        self._draft_distributions, self._draft_entropies, self._distances = [], [], None
+        self._of_places, self._distributions, self._entropies, self._distances = [], None, None, None
         self._entropy_limit = self.generation.value
         return super().propose_draft(limits, stop_rule)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Keep distribution and entropy. A row drafts on while its entropy is within the limit."""
         distribution, entropy = spread(scores)
-        if self.method.relaxed:
-            self._draft_distributions.append(distribution)
-        self._draft_entropies.append(entropy)
+        self._of_places.append((distribution, entropy))
         return None, entropy <= self._entropy_limit if self.method.adaptive_length else None
+
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
+        if self._of_places:
+            distributions, entropies = zip(*self._of_places, strict=True)
+            self._distributions = torch.stack(distributions, 1) if self.method.relaxed else None
+            self._entropies = torch.stack(entropies, 1)
+        return super().finish(chain, forward)
+
+    def chain_inputs(self, max_drafts: list[int], layers: int, skip: SkipSet | None) -> ChainInputs:
+        """As in `ChainDrafter`, with the generation threshold."""
+        inputs = super().chain_inputs(max_drafts, layers, skip)
+        inputs.max_entropy = self._entropy_limit.tolist() if self.method.adaptive_length else [math.inf] * len(max_drafts)
+        inputs.distribution_size = self.model.head.weight.shape[0] if self.method.relaxed else 0
+        return inputs
+
+    def observe_chain(self, chain: ChainOutputs) -> None:
+        assert chain.entropy is not None, "the chain had an entropy limit"
+        self._entropies = to_device(chain.entropy, self.model.device)
+        if chain.distributions is not None:
+            self._distributions = to_device(chain.distributions, self.model.device)
 
     def waive_tokens(self, draft: Draft, scores: Scores) -> Tensor | None:
         """Verification: draft tokens [B, n] bool with similar distributions, which are accepted unconditionally."""
-        if not self.method.relaxed or not draft.width:
+        if self._distributions is None or self._entropies is None or not draft.width:
             return None
-        q, entropies = torch.stack(self._draft_distributions, 1), torch.stack(self._draft_entropies, 1)  # [B, n, V], [B, n]
-        self._distances = js_distances(self._processed_target_logits(draft, scores), q, entropies).nan_to_num(1.0)
+        logits = self._processed_target_logits(draft, scores)
+        self._distances = js_distances(logits, self._distributions, self._entropies).nan_to_num(1.0)
         return self._distances < self.verification.value[:, None]
 
     def _processed_target_logits(self, draft: Draft, scores: Scores) -> Tensor:
@@ -173,7 +194,7 @@ class AdaSDDrafter(DraftModelDrafter):
 
     def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
         """Update the thresholds with the accepted tokens and the first rejected one. Later tokens do not count."""
-        if not draft.width:
+        if self._entropies is None or not draft.width:
             return
         place, end = torch.arange(draft.width, device=draft.tokens.device, dtype=torch.int64), verdict.accepted[:, None]
         accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
@@ -181,9 +202,9 @@ class AdaSDDrafter(DraftModelDrafter):
             threshold = self.verification.value
             self.counts.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
             self.verification.add(self._distances, accepted, rejected)
-        entropies, threshold = torch.stack(self._draft_entropies, 1), self.generation.value  # [B, n], [B]
-        self.counts.add_means("entropy", entropies, accepted, rejected, threshold, threshold.isfinite())
-        self.generation.add(entropies, rejected)
+        threshold = self.generation.value  # [B]
+        self.counts.add_means("entropy", self._entropies, accepted, rejected, threshold, threshold.isfinite())
+        self.generation.add(self._entropies, rejected)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().observe_commits(draft, verdicts)

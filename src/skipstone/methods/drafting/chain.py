@@ -16,7 +16,7 @@ from skipstone.decoding.drafter import Drafter, layers_used
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampler
 from skipstone.engines import host_transfer
-from skipstone.engines.engine import ChainInputs, SurvivalThresholds
+from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
 from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
@@ -137,6 +137,7 @@ class ChainDrafter(Drafter):
     transform: Tensor | None = None  # [d', d'], applied to states before the LM head
     shortlist: Tensor | None = None  # [S], the ids that may be drafted; None for all
     drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, if these draft
+    reuse_cache = True  # whether scoring goes on from the states that drafting left
 
     def __init__(
         self,
@@ -202,16 +203,24 @@ class ChainDrafter(Drafter):
         drafter = self.one_call()
         if drafter is None or not self.sampler.greedy or self.sampler.processed:
             return None
-        rule = self.rule
-        thresholds = rule.thresholds if rule.active else None
-        chain = forward.draft_greedily(
-            ChainInputs(max_drafts, thresholds, self.sampler.eos, *drafter, self.transform, survival=rule.survival)
-        )
+        inputs = self.chain_inputs(max_drafts, *drafter)
+        inputs.keep_states = self.reuse_cache
+        chain = forward.draft_greedily(inputs)
         if chain is None:
             return None
+        self.observe_chain(chain)
         valid = torch.ones_like(chain.tokens, dtype=torch.bool) if forward.valid is None else forward.valid[:, 1:]
         exit_layer = drafter[0] if drafter[1] is None else None
         return Draft(chain.tokens, valid, forward, confidence=chain.confidence, exit_layer=exit_layer)
+
+    def chain_inputs(self, max_drafts: list[int], layers: int, skip: SkipSet | None) -> ChainInputs:
+        """The inputs of one engine call, with the stop rule of this step."""
+        rule = self.rule
+        thresholds = rule.thresholds if rule.active else None
+        return ChainInputs(max_drafts, thresholds, self.sampler.eos, layers, skip, self.transform, survival=rule.survival)
+
+    def observe_chain(self, chain: ChainOutputs) -> None:
+        """See the results of one engine call, as `observe` sees those of each token otherwise."""
 
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Raw logits [B, V] float32 after the newest token."""

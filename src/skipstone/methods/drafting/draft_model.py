@@ -14,7 +14,6 @@ from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.engines.choose_engine import EngineOptions, attach, attached
-from skipstone.engines.engine import ChainInputs
 from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.mapped_loading import load_named
@@ -269,16 +268,16 @@ class DraftModelDrafter(ChainDrafter):
 
     def draft_in_one_call(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain of the draft model in one call of its engine."""
-        if self.one_call() is None or not self.sampler.uses_argmax_only or not any(max_drafts):
+        drafter = self.one_call()
+        if drafter is None or not self.sampler.uses_argmax_only or not any(max_drafts):
             return None
         self._forward = self._start_draft_forward(
             [count if alive else 0 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         )
-        thresholds = self.rule.thresholds if self.rule.active else None
-        inputs = ChainInputs(max_drafts, thresholds, self.sampler.eos, survival=self.rule.survival)
-        chain = self._forward.draft_with_all_layers(inputs)
+        chain = self._forward.draft_with_all_layers(self.chain_inputs(max_drafts, *drafter))
         if chain is None:
             return None
+        self.observe_chain(chain)
         self._read = [count - 1 for count in chain.counts]
         tokens = to_device(chain.tokens, self.model.device)
         even = min(chain.counts) == tokens.shape[1]

@@ -166,7 +166,7 @@ class SwiftDrafter(SkippingDrafter):
         chain, ranked = self.chain(limits, self.optimisation.skip)
         if ranked is None:
             return chain
-        tree = with_leaves(chain, *ranked) if self.ranks > 1 else chain
+        tree = with_leaves(chain, *ranked)
         if tree.width == chain.width:
             return chain
         max_drafts = [tree.width if alive else 0 for alive in self.view.alive]

@@ -51,6 +51,7 @@ struct Scratch {
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> row_states;
   std::vector<float> survival;  // of a chain's rows, up to their newest drafts
+  std::vector<float> distribution;  // of a chain's newest draft
   std::vector<Floats> normed, scores;  // per thread
   std::vector<Codes> codes;  // per thread: the quantised inputs of a product
   std::vector<Entry> entries;
@@ -626,7 +627,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 5; }
+SK_EXPORT int64_t sk_abi() { return 6; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -850,12 +851,17 @@ static float acceptance(float p, float slope, float offset) {
 // survival: slope, offset, min_survival [width], min_survival_shared [width]; or null. The survival of a row is the product of
 // sigmoid(slope logit(p) + offset) over its drafts, with their probabilities p. At every place a row goes on if its survival S is at
 // least min_survival_shared. All rows stop if the sum of S - min_survival_shared over the rows that go on is less than
-// (min_survival - min_survival_shared) x (number of rows with max_drafts >= 0). Results: drafts [b][width], counts [b], probabilities [b][width].
+// (min_survival - min_survival_shared) x (number of rows with max_drafts >= 0).
+// max_entropy [b], or null: a row ends after a draft with more bits of entropy. num_ranked: number of tokens of every place to return, 0 for none.
+// Results: drafts [b][width], counts [b], probabilities [b][width] with thresholds, entropies [b][width] with max_entropy, ranked
+// [b][width][num_ranked]: the likeliest tokens, the draft first, -1 for those of logit -inf. distributions [b][width][distribution_size]: at
+// temperature 1, 0 for ids that the head lacks; null without max_entropy, or for none.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                            const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
                            const int64_t* ends, int64_t ends_count, int64_t keep_states, const Matrix* transform,
-                           const Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, int64_t* drafts, int64_t* counts,
-                           float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads) {
+                           const Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, const double* max_entropy,
+                           int64_t num_ranked, int64_t distribution_size, int64_t* drafts, int64_t* counts, float* probabilities,
+                           float* entropies, int64_t* ranked, float* distributions, float* hidden, int64_t hidden_stride, int64_t threads) {
   return guarded([&]() -> int64_t {
     constexpr uint8_t DONE = 0, LAST = 1, DRAFTS = 2;  // LAST: runs the layers once more and drafts nothing
     if (int64_t error = check_threads(threads)) return error;
@@ -866,7 +872,13 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     if (width < 0 || !fits(pass->b, width) || (width > 0 && drafts == nullptr) || !fits(width + 1, m->hidden)) return BAD_ARGUMENT;
     if (hidden_stride < 0 || !fits(pass->b, hidden_stride) || (pass->b > 1 && hidden_stride < (width + 1) * m->hidden)) return BAD_ARGUMENT;
     if (!fits(pass->b, ends_count) || (ends_count > 0 && ends == nullptr)) return BAD_ARGUMENT;
+    const int64_t outputs = shortlist == nullptr ? m->vocabulary : shortlist->head.outputs;
+    const int64_t* ids = shortlist == nullptr ? nullptr : shortlist->ids;
+    if (num_ranked < 0 || num_ranked > std::min(outputs, MAX_TOP_K)) return BAD_ARGUMENT;
+    if (distributions != nullptr && (max_entropy == nullptr || distribution_size < m->vocabulary)) return BAD_ARGUMENT;
+    if (!fits(pass->b * width, std::max(num_ranked, distributions == nullptr ? 0 : distribution_size))) return BAD_ARGUMENT;
     if (width > 0 && thresholds != nullptr && probabilities == nullptr) return BAD_ARGUMENT;
+    if (width > 0 && ((max_entropy != nullptr && entropies == nullptr) || (num_ranked > 0 && ranked == nullptr))) return BAD_ARGUMENT;
     Scratch& scratch = thread_scratch();
     const int64_t b = pass->b, padded_hidden = up16(m->hidden);
     const uint8_t after_drafting = keep_states ? LAST : DONE;
@@ -927,6 +939,23 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
             scratch.survival[row] *= acceptance(probability[i], survival[0], survival[1]);
             goes_on = goes_on && scratch.survival[row] >= survival[2 + width + place];
           }
+        }
+        const float* row_logits = logits + i * outputs;
+        const int64_t at = row * width + place;
+        if (num_ranked > 0) {
+          ScoredToken best[MAX_TOP_K];
+          largest(row_logits, outputs, num_ranked - 1, best);
+          for (int64_t k = 0; k < num_ranked; k++)
+            ranked[at * num_ranked + k] = best[k].score == -INFINITY ? -1 : ids == nullptr ? best[k].token : ids[best[k].token];
+        }
+        if (max_entropy != nullptr) {
+          entropies[at] = softmax_and_entropy(row_logits, outputs, scratch.distribution);
+          goes_on = goes_on && double(entropies[at]) <= max_entropy[row];
+        }
+        if (distributions != nullptr) {
+          float* distribution = distributions + at * distribution_size;
+          std::fill(distribution, distribution + distribution_size, 0.0f);
+          for (int64_t k = 0; k < outputs; k++) distribution[ids == nullptr ? k : ids[k]] = scratch.distribution[k];
         }
         scratch.row_states[row] = goes_on ? DRAFTS : after_drafting;
       }

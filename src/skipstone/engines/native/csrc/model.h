@@ -107,6 +107,7 @@ int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, co
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
                  const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
                  const int64_t* ends, int64_t ends_count, int64_t keep_states, const sk::Matrix* transform,
-                 const sk::Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, int64_t* drafts, int64_t* counts,
-                 float* probabilities, float* hidden, int64_t hidden_stride, int64_t threads);
+                 const sk::Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, const double* max_entropy,
+                 int64_t num_ranked, int64_t distribution_size, int64_t* drafts, int64_t* counts, float* probabilities, float* entropies,
+                 int64_t* ranked, float* distributions, float* hidden, int64_t hidden_stride, int64_t threads);
 }

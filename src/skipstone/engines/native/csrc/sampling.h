@@ -141,6 +141,25 @@ inline int64_t exp_weights(const float* logits, int64_t n, float temperature, st
   return best;
 }
 
+// Softmax of n logits, padded with zeros to whole vectors. Returns its entropy in bits. All are NaN if the highest logit is not finite.
+inline float softmax_and_entropy(const float* logits, int64_t n, std::vector<float>& p) {
+  const int64_t best = exp_weights(logits, n, 1.0f, p);
+  if (best < 0) {
+    p.assign(n, std::numeric_limits<float>::quiet_NaN());
+    return p[0];
+  }
+  const V16 highest = set1(logits[best]), lowest = set1(-128.0f);  // e^-128 is 0, and 0 times it too
+  V16 totals = zero(), moments = zero();
+  for (int64_t i = 0; i < n; i += LANES) {
+    const V16 weight = load(&p[i]), below = max(sub(load_first(logits + i, int(std::min<int64_t>(LANES, n - i))), highest), lowest);
+    totals = add(totals, weight);
+    moments = fma(weight, below, moments);
+  }
+  const float total = sum(totals);
+  for (float& one : p) one /= total;
+  return std::max(0.0f, (std::log(total) - sum(moments) / total) / 0.69314718f);
+}
+
 // The smallest weight that top-p keeps; -1 if equal weights leave open which tokens it keeps. tail: as in `draw_top_k`.
 //
 // Weights lie between 0 and 1. They are first summed in buckets by exponent and five leading bits. Only the weights of the bucket that
