@@ -8,12 +8,14 @@ import torch
 
 import skipstone
 from skipstone import SelfSpeculative
+from skipstone.decoding.draft import RowVerdict
 from skipstone.decoding.request import Request
 from skipstone.engines import choose_engine as choice
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import MAX_SKIP_SETS, NativeEngine
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.lab.bench import speedup_predictions
+from skipstone.methods import resolve
 from skipstone.methods.auto.auto import Auto
 from skipstone.methods.speculative import Speculative
 from skipstone.models.passes import SkipSet
@@ -137,3 +139,37 @@ def test_skip_sets_that_requests_name_are_not_kept_without_end() -> None:
     gc.collect()
     assert sum(isinstance(one, SkipSet) for one in gc.get_objects()) - before <= MAX_SKIP_SETS
     assert texts[0] == texts[-1]
+
+
+ADAPTIVE = {  # -> (K, the first gamma)
+    "self_speculative skip_attention=1": (12, 0.6),
+    "self_speculative skip_attention=1 preset=paper": (12, 0.6),  # of the released notebooks
+    "self_speculative skip_attention=1 preset=release": (8, 0.8),  # the defaults of the released function
+    "self_speculative skip_attention=1 preset=adadecode": (12, 0.6),  # AdaDecode, appendix C
+    "layerskip exit_layer=2 num_speculative_tokens=10 confidence_threshold=adaptive": (10, 0.6),
+}
+K = -1  # as many drafts as there may be
+TRACE = [  # (accepted drafts, drafts, the change of gamma in thousandths): AR <- .5 AR + .5 accepted / drafts, from 0
+    *((2, 2, 1), (1, 1, 1), (3, 3, 1)),  # AR = .5, .75, .875
+    *((1, 1, -1), (K, K, 0)),  # .9375, .9688: not after a draft of K
+    *((5, 6, -1), (6, 7, 1), (1, 1, -1), (6, 7, 1)),  # .9010, .8791, .9395, .8983
+    (0, K, 1),  # .4492: too low after a draft of K as well
+]
+
+
+@pytest.mark.parametrize("text", ADAPTIVE)
+def test_the_adaptive_threshold_is_that_of_the_released_code(text: str) -> None:
+    """By hand: gamma <- .9 gamma + .1 gamma'. gamma' is gamma + .01 if AR < .9, gamma after a draft of K, else gamma - .01."""
+    most, first = ADAPTIVE[text]
+    rule = resolve(text).create_drafter(ModelRunner(llama(layers=4)), 2, 64).confidence  # type: ignore[attr-defined]
+    for _ in range(2):  # the second request starts anew
+        rule.reset(0)
+        rule.reset(1)
+        expected = first
+        assert rule.thresholds == [first, first]
+        for accepted, drafted, thousandths in TRACE:
+            counts = [most if count == K else count for count in (accepted, drafted)]
+            drafting = RowVerdict([*range(counts[0])], [], "", counts[1], 0, draft_steps=counts[1])
+            rule.update([drafting, RowVerdict([], [], "", 0, 0)])
+            expected += thousandths / 1000
+            assert rule.thresholds == pytest.approx([expected, first], abs=1e-12), "the other row drafted nothing"

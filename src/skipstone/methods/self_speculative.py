@@ -5,14 +5,16 @@ The target drafts without a fixed set of its sublayers until confidence is low, 
 `skipstone search` finds such a set in advance.
 
 Deviations: drafts are coupled to the target's noise, and `match` verifies them at every temperature (the released code treats a
-greedy draft as drawn). With `draft_quantize` the remaining layers draft in fewer bits, over the target's keys and values. Then
-the set may be empty, and no search is needed.
+greedy draft as drawn). Every request starts with the initial threshold (the released notebooks go on with the last prompt's).
+With `draft_quantize` the remaining layers draft in fewer bits, over the target's keys and values. Then the set may be empty,
+and no search is needed.
 """
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from skipstone.decoding.drafter import Candidate, Drafter
+from skipstone.decoding.method import Preset
 from skipstone.decoding.settings import layer_numbers, setting
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.candidates import FewerBits, layer_candidate
@@ -34,6 +36,21 @@ class SelfSpeculative(ShortlistMethod):
         "num_assistant_tokens": "num_speculative_tokens",
         "stop_threshold": "confidence_threshold",
     }
+    presets: ClassVar[dict[str, Preset]] = {
+        "paper": Preset(
+            "Zhang et al., section 3.3, K = 12; from the notebooks of the released code: gamma starts at .6",
+            {"num_speculative_tokens": 12, "confidence_threshold": "adaptive", "initial_threshold": 0.6},
+        ),
+        "release": Preset(
+            "dilab-zju/self-speculative-decoding at f69f2a7: defaults of exact_self_speculative_generate",
+            {"num_speculative_tokens": 8, "confidence_threshold": "adaptive", "initial_threshold": 0.8},
+        ),
+        "adadecode": Preset(
+            "the baseline of AdaDecode (Wei et al., arXiv 2506.03700, appendix C); its layer sets are of "
+            "`skipstone search --search bayesian --iterations 200` on 4 prompts of the task",
+            {"num_speculative_tokens": 12, "confidence_threshold": "adaptive", "initial_threshold": 0.6},
+        ),
+    }
     if_few_accepted: ClassVar[str] = (
         "An acceptance rate that low says that the layer set or the few bits do not suit the model or the text."
     )
@@ -49,6 +66,7 @@ class SelfSpeculative(ShortlistMethod):
         'stop after a draft whose probability is below it; "adaptive" is the paper\'s rule (section 3.3).',
         within=(0, 1),
     )
+    initial_threshold: float = setting(0.6, "gamma 0, the adaptive threshold of a new request.", within=(0, 1), kw_only=True)
     draft_quantize: FewerBits | None = setting(
         None,
         "int8 or int4: drafts with a copy of the weights that the native engine quantises; without a set, of all layers.",
@@ -99,6 +117,7 @@ class SelfSpeculative(ShortlistMethod):
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         """A drafter of chains with one layer set (stage 1 of section 3.1)."""
         drafter = SkippingDrafter(model, rows, max_drafts=self.num_speculative_tokens, threshold=self.confidence_threshold)
+        drafter.confidence.initial_threshold = self.initial_threshold
         drafter.skip, drafter.shortlist = self.skip_set(model), self.shortlist(model)
         drafter.drafting_model = self.drafting_model(model)
         return drafter

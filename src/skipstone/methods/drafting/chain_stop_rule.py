@@ -25,8 +25,8 @@ class ConfidenceRule:
     survival: SurvivalThresholds | None = None  # a further stop rule
     joint = False  # whether `together` applies
 
-    FIRST_THRESHOLD = 0.6  # threshold of a new request
-    TARGET_RATE = 0.9  # desired acceptance rate, and assumed rate of a new request
+    initial_threshold = 0.6  # of a new request, if it is adaptive
+    TARGET_RATE = 0.9  # desired acceptance rate
     STEP = 0.01  # change of the threshold after a step, before smoothing
     SMOOTH_RATE = 0.5  # share of the old acceptance rate in the new one
     SMOOTH_THRESHOLD = 0.9  # share of the old threshold in the new one
@@ -35,16 +35,16 @@ class ConfidenceRule:
         self.active = threshold is not None
         self.adaptive = threshold == "adaptive"
         self.max_drafts = max_drafts
-        first = self.FIRST_THRESHOLD if threshold is None or threshold == "adaptive" else threshold
+        first = self.initial_threshold if threshold is None or threshold == "adaptive" else threshold
         self.thresholds = [first] * rows
-        self._acceptance_rates = [self.TARGET_RATE] * rows
+        self._acceptance_rates = [0.0] * rows
         self._device = device
         self._thresholds_on_device: Tensor | None = None  # [B], None if they are out of date
 
     def reset(self, row: int) -> None:
         """Reset a row for a new request, so that earlier requests do not change its text."""
         if self.adaptive:
-            self.thresholds[row], self._acceptance_rates[row] = self.FIRST_THRESHOLD, self.TARGET_RATE
+            self.thresholds[row], self._acceptance_rates[row] = self.initial_threshold, 0.0
             self._thresholds_on_device = None
 
     def of(self, scores: Tensor) -> Tensor | None:
