@@ -143,6 +143,18 @@ def test_categories_take_turns() -> None:
     assert len({one.record["category"] for one in conversations(task, settings, made, TASKS_HERE)[1]}) == 3
 
 
+def test_a_category_of_spec_bench_is_a_task() -> None:
+    """SWIFT's Figure 7 asks one after the other. The protocol is that of the whole."""
+    made = plan.read(None, {"tasks": ["spec-bench.writing"], "protocol": "spec-bench", "data_dir": str(TASKS_HERE)})
+    ((task, settings),) = plan.resolved(made)
+    asked = conversations(task, settings, made, TASKS_HERE)[1]
+    assert {one.record["category"] for one in asked} == {"writing"}
+    assert asked[0].source == "spec-bench.writing 0"
+    assert settings.max_new_tokens == 1024
+    with pytest.raises(ValueError, match=r"task spec-bench\.poems has no records"):
+        plan.resolved(plan.read(None, {"tasks": ["spec-bench.poems"]}))[0][0].records(TASKS_HERE)
+
+
 def test_swift_gives_programs_with_tabs() -> None:
     for protocol, samples in (("swift", 1), ("swift-pass10", 10)):
         made = plan.read(None, {"tasks": ["humaneval"], "num_prompts": 1, "protocol": protocol, "data_dir": str(TASKS_HERE)})

@@ -5,7 +5,7 @@ package.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,7 @@ def untabbed(text: str) -> str:
 
 
 SELF = "self"  # the prompts of this package
+SPEC_BENCH = "spec-bench"
 BEGINNING = 32  # words of a story in the prompt
 
 
@@ -232,7 +233,7 @@ TASKS = {
             answer=_field("answer"),
         ),
         Task(
-            "spec-bench",
+            SPEC_BENCH,
             DatasetLocation(None, "spec_bench.jsonl"),
             ("question_id", "category", "turns"),
             "Apache-2.0",
@@ -264,10 +265,14 @@ TASKS = {
 def named(name: str) -> Task:
     """A task by its name, "self" for the prompts of this package, or a file of prompts. ValueError for an unknown name.
 
+    `spec-bench.translation` is the task spec-bench with the records of this category only.
     The file has JSON lines with the key prompt (or text, or turns) and optionally reference, for exact match.
     """
     if name in TASKS:
         return TASKS[name]
+    whole, _, category = name.partition(".")
+    if whole == SPEC_BENCH:
+        return replace(TASKS[whole], name=name, keep=lambda record: record["category"] == category)
     if name == SELF:
         return Task(SELF, DatasetLocation(None, str(PROMPTS)), ("prompt",), "Apache-2.0", _own)
     path = Path(name).expanduser()

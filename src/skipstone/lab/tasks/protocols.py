@@ -65,6 +65,7 @@ def settings(protocol: str, task: str) -> TaskSettings:
     """A paper's settings of a task. ValueError for an unknown protocol or a task that it does not have."""
     if protocol not in PROTOCOLS:
         raise ValueError(f"unknown protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}; there are {', '.join(PROTOCOLS)}")
-    if task not in PROTOCOLS[protocol]:
+    whole = task.partition(".")[0]  # of a category
+    if whole not in PROTOCOLS[protocol]:
         raise ValueError(f"protocol {protocol} has no task {task!r}; it has {', '.join(PROTOCOLS[protocol])}")
-    return PROTOCOLS[protocol][task]
+    return PROTOCOLS[protocol][whole]
