@@ -65,8 +65,9 @@ def test_the_loop_has_the_exact_law(name: str, model: Any) -> None:
 
 @pytest.mark.slow
 def test_an_adaptive_confidence_threshold_keeps_the_law(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft lengths that depend on earlier verdicts. A large step moves the threshold past the confidences within one text."""
+    """Draft lengths that depend on earlier verdicts. Large steps move the threshold past the confidences within one text."""
     monkeypatch.setattr(ConfidenceRule, "STEP", 4.0)
+    monkeypatch.setattr(ConfidenceRule, "TARGET_RATE", 0.45)
     watched: list[Any] = []
     update = ConfidenceRule.update
 
