@@ -68,7 +68,7 @@ def test_the_law_is_exact(make: Any, new: int, exactly: tuple[Any, Any]) -> None
 
 def test_a_relaxed_rule_has_another_law(exactly: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof can fail: tokens that AdaSD accepts against the target move the law."""
-    monkeypatch.setattr(VerificationThreshold, "value", torch.tensor([0.9]))
+    monkeypatch.setattr(VerificationThreshold, "value", 0.9)
     with pytest.raises(AssertionError, match="the loop's law is the target's"):
         proves(exactly[0], AdaSD(exactly[1], 1, adaptive_length=False), new=3)
 

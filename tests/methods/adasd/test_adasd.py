@@ -256,52 +256,30 @@ def test_entropy_and_distance_of_many_large_or_nearly_equal_logits_are_scipys(of
     assert distances == pytest.approx(jensenshannon(p, q, base=2, axis=-1), abs=3e-3)
 
 
-CPU = torch.device("cpu")
-
-
-def bools(*rows: str) -> Tensor:
-    return torch.tensor([[letter == "x" for letter in row] for row in rows])
-
-
 def test_the_papers_own_example_and_drafts_of_one_kind() -> None:
     """Twenty accepted drafts of mean distance .15 and twenty rejected ones of mean .49: the threshold is .32 (section 4.4)."""
-    near = VerificationThreshold(1, CPU)
+    near = VerificationThreshold()
     for number in range(20):
         shift = 0.05 if number % 2 else -0.05
-        near.add(torch.tensor([[0.15 + shift, 0.49 - shift]]), bools("x."), bools(".x"))
-    assert near.value.item() == pytest.approx(0.32, abs=1e-7)
-    for accepted, rejected in (("xx", ".."), ("..", "x.")):
-        near.reset(0)
-        assert near.value.item() == 0, "no distance is below 0"
-        near.add(torch.tensor([[0.2, 0.4]]), bools(accepted), bools(rejected))
-        assert near.value.item() == 0, "accepted or rejected drafts alone are no threshold"
+        near.add([0.15 + shift], [0.49 - shift])
+    assert near.value == pytest.approx(0.32, abs=1e-7)
+    for accepted, rejected in (([0.2, 0.4], []), ([], [0.2])):
+        near = VerificationThreshold()
+        assert near.value == 0, "no distance is below 0"
+        near.add(accepted, rejected)
+        assert near.value == 0, "accepted or rejected drafts alone are no threshold"
 
 
 @pytest.mark.parametrize("variant", [None, "A", "B", "C"])
-def test_rows_keep_lists_of_their_own(variant: Variant | None) -> None:
-    """Against the formulas over plain lists, row by row, with random drafts. The first request on row 0 leaves nothing."""
-    dice, rows = random.Random(4), 3
-    near, enough = VerificationThreshold(rows, CPU, variant), GenerationThreshold(rows, CPU)
-    kept, lost, drafts = ([[*make] for _ in range(rows)] for make in ([], [], [0, 0]))  # type: ignore[misc]
-    for turn in range(31):
-        if turn == 1:
-            near.reset(0)
-            enough.reset(0)
-            assert enough.value[0] == math.inf, "a new request begins without a threshold"
-            kept[0], lost[0], drafts[0] = [], [], [0, 0]
-        distances = [[dice.random() for _ in range(5)] for _ in range(rows)]
-        ends = [dice.randrange(7) for _ in range(rows)]  # 5: all accepted, 6: the row took no part
-        accepted = torch.tensor([[place < end < 6 for place in range(5)] for end in ends])
-        rejected = torch.tensor([[place == end for place in range(5)] for end in ends])
-        near.add(torch.tensor(distances, dtype=torch.float64), accepted, rejected)
-        enough.add(torch.tensor(distances, dtype=torch.float64), rejected)
-        for row, end in enumerate(ends):
-            if end < 6:
-                kept[row] += distances[row][:end]
-                lost[row] += distances[row][end : end + 1]
-                drafts[row] = [drafts[row][0] + (end > 0), drafts[row][1] + (end < 5)]
-    for row in range(rows):
-        a, r = mean(kept[row]), mean(lost[row])
-        counts = {"A": (1, 0), "B": (len(kept[row]), len(lost[row])), "C": tuple(drafts[row]), None: (1, 1)}[variant]
-        assert near.value[row].item() == pytest.approx((counts[0] * a + counts[1] * r) / sum(counts), abs=1e-12)
-        assert enough.value[row].item() == pytest.approx(r, abs=1e-12)
+def test_thresholds_are_the_formulas_over_plain_lists(variant: Variant | None) -> None:
+    dice, near, enough = random.Random(4), VerificationThreshold(variant), GenerationThreshold()
+    assert enough.value == math.inf, "a new request begins without a threshold"
+    a, r, drafts = list[float](), list[float](), [0, 0]
+    for _ in range(31):
+        distances, end = [dice.random() for _ in range(5)], dice.randrange(6)  # 5: all accepted
+        near.add(distances[:end], distances[end : end + 1])
+        enough.add(distances[end : end + 1])
+        a, r, drafts = a + distances[:end], r + distances[end : end + 1], [drafts[0] + (end > 0), drafts[1] + (end < 5)]
+    weights = {"A": (1, 0), "B": (len(a), len(r)), "C": tuple(drafts), None: (1, 1)}[variant]
+    assert near.value == pytest.approx((weights[0] * mean(a) + weights[1] * mean(r)) / sum(weights), abs=1e-12)
+    assert enough.value == pytest.approx(mean(r), abs=1e-12)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from skipstone.decoding.sampling import Scores
 from skipstone.decoding.settings import setting
 from skipstone.decoding.verify import js_distances, spread
 from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
-from skipstone.engines.host_transfer import to_device
+from skipstone.engines.host_transfer import on_device, to_device
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.adasd.thresholds import AdaSDCounts, GenerationThreshold, Variant, VerificationThreshold
@@ -111,7 +112,7 @@ class AdaSD(DraftModelMethod):
 
     def create_drafter(self, model: ModelRunner, rows: int, capacity: int) -> Drafter:
         key, draft_model = self._key()
-        counts = method_states.method_state(key, model, rows, draft_model, lambda: AdaSDCounts(model.device))
+        counts = method_states.method_state(key, model, rows, draft_model, AdaSDCounts)
         return AdaSDDrafter(self, model, self.draft_model_for(model), rows, capacity, counts)
 
 
@@ -123,10 +124,10 @@ class AdaSDDrafter(DraftModelDrafter):
     ) -> None:
         super().__init__(method, model, draft_model, rows, capacity, method.window, None)
         self.method, self.counts = method, counts
-        self.generation = GenerationThreshold(rows, model.device)
-        self.verification = VerificationThreshold(rows, model.device, method.variant)
+        self.generation = [GenerationThreshold() for _ in range(rows)]
+        self.verification = [VerificationThreshold(method.variant) for _ in range(rows)]
         # of this step
-        self._entropy_limit = self.generation.value  # [B]
+        self._entropy_limits: list[float] = []  # one per row
         self._of_places: list[tuple[Tensor, Tensor]] = []  # one (distribution [B, V], entropy [B]) per place, processed
         self._distributions: Tensor | None = None  # [B, n, V], the draft model's, processed, at temperature 1
         self._entropies: Tensor | None = None  # [B, n], in bits
@@ -134,8 +135,7 @@ class AdaSDDrafter(DraftModelDrafter):
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
-        self.generation.reset(row)
-        self.verification.reset(row)
+        self.generation[row], self.verification[row] = GenerationThreshold(), VerificationThreshold(self.method.variant)
 
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed
@@ -143,14 +143,16 @@ class AdaSDDrafter(DraftModelDrafter):
     def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
         """Generation: draft until a token's entropy is above the threshold or the window is full."""
         self._of_places, self._distributions, self._entropies, self._distances = [], None, None, None
-        self._entropy_limit = self.generation.value
+        self._entropy_limits = [row.value if self.method.adaptive_length else math.inf for row in self.generation]
         return super().propose_draft(limits, stop_rule)
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Keep distribution and entropy. A row drafts on while its entropy is within the limit."""
         distribution, entropy = spread(scores)
         self._of_places.append((distribution, entropy))
-        return None, entropy <= self._entropy_limit if self.method.adaptive_length else None
+        if not self.method.adaptive_length:
+            return None, None
+        return None, entropy <= on_device(self._entropy_limits, entropy.device, torch.float64)
 
     def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
         if self._of_places:
@@ -162,7 +164,7 @@ class AdaSDDrafter(DraftModelDrafter):
     def chain_inputs(self, max_drafts: list[int], layers: int, skip: SkipSet | None) -> ChainInputs:
         """As in `ChainDrafter`, with the generation threshold."""
         inputs = super().chain_inputs(max_drafts, layers, skip)
-        inputs.max_entropy = self._entropy_limit.tolist() if self.method.adaptive_length else [math.inf] * len(max_drafts)
+        inputs.max_entropy = self._entropy_limits
         inputs.distribution_size = self.model.head.weight.shape[0] if self.method.relaxed else 0
         return inputs
 
@@ -178,7 +180,8 @@ class AdaSDDrafter(DraftModelDrafter):
             return None
         logits = self._processed_target_logits(draft, scores)
         self._distances = js_distances(logits, self._distributions, self._entropies).nan_to_num(1.0)
-        return self._distances < self.verification.value[:, None]
+        thresholds = on_device([row.value for row in self.verification], self._distances.device, torch.float64)
+        return self._distances < thresholds[:, None]
 
     def _processed_target_logits(self, draft: Draft, scores: Scores) -> Tensor:
         """The target's processed logits before every draft token, [B, n, V]."""
@@ -192,21 +195,32 @@ class AdaSDDrafter(DraftModelDrafter):
         ]
         return torch.stack(places, 1)
 
-    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> None:
-        """Update the thresholds with the accepted tokens and the first rejected one. Later tokens do not count."""
+    def observe_scores(self, draft: Draft, scores: Scores, verdict: Verdict | GreedyVerdict) -> Tensor | None:
+        """Entropies and distances for `observe_commits`: the bits of float64."""
         if self._entropies is None or not draft.width:
-            return
-        place, end = torch.arange(draft.width, device=draft.tokens.device, dtype=torch.int64), verdict.accepted[:, None]
-        accepted, rejected = place < end, (place == end) & draft.valid  # [B, n] bool
-        if self._distances is not None:
-            threshold = self.verification.value
-            self.counts.add_means("distance", self._distances, accepted, rejected, threshold, threshold > 0)
-            self.verification.add(self._distances, accepted, rejected)
-        threshold = self.generation.value  # [B]
-        self.counts.add_means("entropy", self._entropies, accepted, rejected, threshold, threshold.isfinite())
-        self.generation.add(self._entropies, rejected)
+            return None
+        figures = [self._entropies] if self._distances is None else [self._entropies, self._distances]
+        return torch.cat(figures, 1).double().view(torch.int64)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().observe_commits(draft, verdicts)
-        if draft is not None:
-            self.counts.add(verdicts)
+        if draft is None:
+            return
+        self.counts.add(verdicts)
+        for row, verdict in enumerate(verdicts):
+            if verdict.notes:
+                figures = np.array(verdict.notes, dtype=np.int64).view(np.float64).tolist()
+                self._update_thresholds(row, verdict, figures[: draft.width], figures[draft.width :])
+
+    def _update_thresholds(self, row: int, verdict: RowVerdict, entropies: list[float], distances: list[float]) -> None:
+        """Update a row's thresholds with its accepted tokens and the first rejected one. Later tokens do not count."""
+        end = len(verdict.path)
+        rejected = slice(end, end + (verdict.final == "recovered" and len(verdict.tokens) > end))
+        generation, verification = self.generation[row], self.verification[row]
+        if distances:
+            threshold = verification.value
+            self.counts.add_means("distance", distances[:end], distances[rejected], threshold, threshold > 0)
+            verification.add(distances[:end], distances[rejected])
+        threshold = generation.value
+        self.counts.add_means("entropy", entropies[:end], entropies[rejected], threshold, math.isfinite(threshold))
+        generation.add(entropies[rejected])
