@@ -60,9 +60,9 @@ def random_draft(dice: random.Random, rows: int, width: int, vocab: int, chain: 
 
 
 @st.composite
-def distributions(draw: Any, count: int = 2) -> list[list[float]]:
-    """`count` distributions over one vocabulary, with zeros, one-hots and equal ones among them."""
-    vocab = draw(st.integers(2, 6))
+def distributions(draw: Any, count: int = 2, largest: int = 6) -> list[list[float]]:
+    """`count` distributions over one vocabulary of at most `largest`, with zeros, one-hots and equal ones among them."""
+    vocab = draw(st.integers(2, largest))
     found: list[list[float]] = []
     for _ in range(count):
         kind = draw(st.sampled_from(["any", "any", "sparse", "one-hot", "same"]))
@@ -142,6 +142,51 @@ def test_leviathan_takes_nodes_that_were_not_drawn_as_one_hot(examples: int) -> 
     settings(max_examples=examples, deadline=None, derandomize=True)(tried)()
 
 
+def drawn_tree(noise: Any, drafter: Table, width: int, vocab: int) -> Draft:
+    """A chain from token 0 of every place, and further tokens of the place as leaves; their number depends on the path.
+
+    Tokens with q = 0 come last: they are given, not drawn."""
+    chain, leaves, q = [], [], []
+    for place in range(width):
+        path = [token for _, token in chain]
+        q.append(drafter(path))
+        drawn = noise.race(double([q[-1]]), torch.tensor([1 + place]), substream(DRAFT, place))[0].argsort(descending=True)
+        first, *others = drawn[: 1 + (vocab - 1 + place + sum(path)) % vocab].tolist()
+        chain.append((place - 1, first))
+        leaves += [(place - 1, token) for token in others]
+    parents, tokens = zip(*chain, *leaves, strict=True)
+    valid = torch.ones(1, len(tokens), dtype=torch.bool)
+    return Draft(torch.tensor([tokens]), valid, None, parents=torch.tensor([parents]), q=double([q]), levels=width)
+
+
+def assert_trees_have_the_law(rows: list[list[float]], width: int = 2) -> None:
+    """Sum of P(tree) P(text | tree) over all trees that can be drawn = P(text), for texts of two tokens."""
+    vocab, target, drafter = len(rows[0]), contextual(rows[:3]), contextual(rows[3:])
+
+    def step(chooser: Chooser) -> tuple[int, ...]:
+        noise: Any = Tracking(chooser)
+        draft = drawn_tree(noise, drafter, width, vocab)
+        draft.check()
+        verdict = verify.recursive_rejection(draft, as_probability(target), torch.tensor([1]), noise)
+        nodes, tokens = verdict.path[0, : int(verdict.accepted)].tolist(), verdict.tokens[0].tolist()
+        assert draft.tokens[0, nodes].tolist() == tokens[: len(nodes)]
+        assert parents_of(draft, nodes) == [-1, *nodes][: len(nodes)]
+        return completed(verdict, chooser, target, 2)
+
+    assert distance(explore(step), exact_law(target, 2, vocab)) < EXACT
+
+
+def parents_of(draft: Draft, nodes: list[int]) -> list[int]:
+    assert draft.parents is not None
+    return draft.parents[0, nodes].tolist()
+
+
+@pytest.mark.parametrize(("width", "examples"), [(1, 8), (2, 3), pytest.param(2, 20, marks=pytest.mark.slow)])
+def test_recursive_rejection_on_drawn_trees_has_the_exact_law(width: int, examples: int) -> None:
+    tried = given(distributions(6, largest=3))(lambda rows: assert_trees_have_the_law(rows, width))
+    settings(max_examples=examples, deadline=None, derandomize=True)(tried)()
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(distributions(3), st.integers(0, 10_000))
 def test_match_on_a_given_tree_has_the_exact_law(rows: list[list[float]], seed: int) -> None:
@@ -170,8 +215,8 @@ def test_entropy_and_js_distance_are_scipys(pair: list[list[float]]) -> None:
     assert found == 0 or pair[0] != pair[1]
 
 
-P, Q = [0.2, 0.3, 0.5], [0.6, 0.3, 0.1]
-"""Far apart. Planted bugs meet this example only, because to shrink a failing one takes long."""
+P, Q, SURE = [0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.8, 0.1, 0.1]
+"""Far apart; P is above SURE in two places. Planted bugs meet these only, because to shrink a failing example takes long."""
 
 
 def walk(draft: Draft, row: int, table: Table, seed: int, position: int) -> tuple[list[int], list[int]]:
@@ -315,6 +360,9 @@ def test_what_follows_the_accepted_tokens_is_named() -> None:
 
 @planted.found_by(
     (planted.recovered_from_p, lambda: assert_mass_adds_up([P, Q])),
+    (planted.recovered_from_p, lambda: assert_trees_have_the_law([P, P, Q, SURE, SURE, P])),
+    (planted.siblings_not_renormalised, lambda: assert_trees_have_the_law([P, P, Q, SURE, SURE, P])),
+    (planted.siblings_drawn_with_replacement, lambda: assert_trees_have_the_law([P, P, Q, SURE, SURE, P])),
     (planted.given_tokens_taken_as_drawn, lambda: assert_given_nodes_are_one_hot([P, Q, P, Q], 0)),
     (planted.given_tokens_taken_as_drawn, lambda: assert_given_nodes_are_one_hot([P, Q, P, Q], 1)),
     (planted.one_draft_too_many, lambda: test_match_greedy_equals_match_at_temperature_zero(chain=True, barred=False)),

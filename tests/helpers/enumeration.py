@@ -63,11 +63,20 @@ class Tracking:
         weights = (p[0].double() / p[0].double().sum()).tolist()
         return torch.tensor([self.chooser.choose(weights, (int(position), stream))])
 
-    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
-        """Every place has a draw of its own, also behind one that failed."""
+    def race(self, p: Tensor, position: Tensor, stream: int) -> Tensor:
+        """Every order of draws without replacement; tokens that are impossible have -inf."""
+        assert p.shape[0] == 1
+        weights, order = p[0].double(), torch.full_like(p, -torch.inf, dtype=torch.double)
+        for place in range(int((weights > 0).sum())):
+            token = self.chooser.choose((weights / weights.sum()).tolist(), (int(position), stream, place)[: 2 + (place > 0)])
+            order[0, token], weights = -place, weights.scatter(0, torch.tensor([token]), 0.0)
+        return order
+
+    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor, place: int = 0) -> Tensor:
+        """Every position has a draw of its own, also behind one that failed."""
         streams = torch.as_tensor(stream).expand_as(position)
-        places = zip(probability[0].tolist(), position[0].tolist(), streams[0].tolist(), strict=True)
-        return torch.tensor([[self._accepts(ratio, (at, stream)) for ratio, at, stream in places]], dtype=torch.bool)
+        draws = zip(probability[0].tolist(), position[0].tolist(), streams[0].tolist(), strict=True)
+        return torch.tensor([[self._accepts(ratio, (at, stream, place)[: 2 + (place > 0)]) for ratio, at, stream in draws]])
 
     def _accepts(self, ratio: float, key: Hashable) -> bool:
         sure = min(1.0, ratio)

@@ -48,6 +48,14 @@ def recovered_from_p(patch: Patch) -> None:
     patch.setattr(verify, "residual", lambda p, q: p)
 
 
+def siblings_not_renormalised(patch: Patch) -> None:
+    patch.setattr(verify, "without", lambda q, x: q.scatter(1, x, 0.0))
+
+
+def siblings_drawn_with_replacement(patch: Patch) -> None:
+    patch.setattr(verify, "without", lambda q, x: q)
+
+
 def bonus_from_raw_logits(patch: Patch) -> None:
     own = Scores.p
 

@@ -20,9 +20,10 @@ class Draft:
 
     tokens: [B, n] int64. valid: [B, n] bool, False for padding.
     parents: [B, n] int64, the index of the node's parent, -1 for the root (the last committed token); None for a chain.
-    q: [B, n, V] float, the processed distribution that each token was drawn from. None means every q is one-hot (the drafter is
-        deterministic or coupled to the target's noise).
-    stochastic: [B, n] bool, only with q: False means that the node's q is one-hot and `q` is ignored.
+    q: [B, m, V] float, the processed distributions that the children of the root (index 0) and of node i - 1 (index i) were
+        drawn from; in a chain that of every token. Siblings are drawn without replacement, in the order of their nodes. None
+        means every q is one-hot (the drafter is deterministic or coupled to the target's noise).
+    stochastic: [B, n] bool, only for a chain with q: False means that the node's q is one-hot and `q` is ignored.
     candidate: [B, n] bool, False for nodes that are scored but must not be accepted (Lookahead's window).
     exit_layer: [B, n] int64, the layer that each token was drafted at, or one number for all; for reports only.
     confidence: [B, n] float, the drafter's probability of each token.
@@ -60,7 +61,9 @@ class Draft:
     def check(self) -> None:
         """Assert the invariants (for tests; it synchronises with the device)."""
         assert self.tokens.shape == self.valid.shape, (self.tokens.shape, self.valid.shape)
-        assert self.q is None or self.parents is None, "stochastic drafts are chains"
+        if self.q is not None and self.parents is not None:
+            assert self.stochastic is None, "all nodes of a tree with q are drawn"
+            assert bool((self.parents[self.valid] + 1 < self.q.shape[1]).all()), "every node has a distribution"
         if self.parents is None:
             assert bool((self.valid[:, 1:] <= self.valid[:, :-1]).all()), "a chain is valid up to its end"
             return

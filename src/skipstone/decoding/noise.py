@@ -167,6 +167,7 @@ class Noise:
         """`counters` of one row, in [0, 2^64)."""
         return (int(self._start) + position * _POSITION + stream * _STREAM) % _WRAP
 
-    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor) -> Tensor:
-        """Bernoulli draws [B, k] bool. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: int or [k]."""
-        return _unit(_mix(self._counter(position, stream))) < probability
+    def accept(self, probability: Tensor, position: Tensor, stream: int | Tensor, place: int = 0) -> Tensor:
+        """Bernoulli draws [B, k] bool. probability: [B, k], values above 1 count as 1. position: [B, k]. stream: int or [k].
+        place: the number of the draw's uniform numbers to use."""
+        return _unit(_mix(self._counter(position, stream) + _signed(place * PLACE % _WRAP))) < probability

@@ -396,20 +396,29 @@ class Sampler:
         return self.noise.draw(q, position, substream(DRAFT, path.shape[1])), q
 
     def candidates(
-        self, logits: Tensor, position: Tensor, path: Tensor, count: int, active: Sequence[bool] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The k = min(count, V) tokens that win the draw from q with the target's noise, best first. Greedy rows: by score.
+        self,
+        logits: Tensor,
+        position: Tensor,
+        path: Tensor,
+        count: int,
+        active: Sequence[bool] | None = None,
+        coupled: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """k = min(count, V) tokens drawn from q without replacement, in this order. Greedy rows: the likeliest ones.
 
-        Arguments as in `propose`. Returns (tokens [B, k], possible [B, k] bool: False if q is 0, processed logits [B, V]).
+        Arguments as in `propose`. Returns (tokens [B, k], possible [B, k] bool: False if there was none left to draw, q [B, V]
+        or None for a deterministic draw, processed logits [B, V]).
         """
         scores = self.process(logits, path, active)
-        order = scores
+        order, q = scores, None
         if not self.greedy:
-            order = self.noise.race(self.warped(scores, path, active), position, TARGET)
+            p = self.warped(scores, path, active)
+            order = self.noise.race(p, position, TARGET if coupled else substream(DRAFT, path.shape[1]))
             if self.warping.any_greedy:
                 order = torch.where(self.warping.greedy[:, None], scores.double(), order)
+            q = None if coupled else p
         best = order.topk(min(count, order.shape[-1]))
-        return best.indices, best.values > float("-inf"), scores
+        return best.indices, best.values > float("-inf"), q, scores
 
 
 class Scores:

@@ -127,8 +127,8 @@ class Session:
         return scores
 
     def verify(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict | UnverifiedDraft:
-        """Apply `leviathan` to drafts drawn at random and `match` to all others, and show the drafter the result. A draft that
-        needs no verification is accepted."""
+        """Apply `leviathan` or `recursive_rejection` to drafts drawn at random and `match` to all others, and show the drafter
+        the result. A draft that needs no verification is accepted."""
         if scores.after_draft is not None:
             return UnverifiedDraft(scores.after_draft)
         verdict = self._verdict(draft, scores)
@@ -137,6 +137,8 @@ class Session:
 
     def _verdict(self, draft: Draft, scores: Scores) -> Verdict | GreedyVerdict:
         waived = self.drafter.waive_tokens(draft, scores)
+        if draft.q is not None and draft.parents is not None:
+            return verify.recursive_rejection(draft, scores.p, scores.position, self.sampler.noise)
         if draft.q is not None:
             everywhere = scores.everywhere()
             p = scores.p if everywhere is None else everywhere

@@ -2,7 +2,7 @@
 
 `match` is exact for deterministic drafters, chains and trees: the target draws its own token at every node and follows the
 draft while it agrees. `leviathan` is exact in law for a stochastic chain (Leviathan, Kalman, Matias, arXiv 2211.17192,
-Algorithm 1). In greedy decoding p is one-hot.
+Algorithm 1), and `recursive_rejection` for a stochastic tree. In greedy decoding p is one-hot.
 """
 
 import math
@@ -109,6 +109,43 @@ def leviathan(draft: Draft, p: Probability | Tensor, position: Tensor, noise: No
     return Verdict(path, tokens, accepted, overruled)
 
 
+def recursive_rejection(draft: Draft, p: Probability, position: Tensor, noise: Noise) -> Verdict:
+    """Test the children of a node one after another, each as `leviathan` tests the token of a chain.
+
+    If x is rejected, p becomes the residual norm(max(0, p - q)), and q loses x, because siblings are drawn without replacement
+    (Jeon et al., arXiv 2402.14160). If x is accepted, the walk goes on below it. If no child is left, the next token is drawn
+    from p. A token with q = 0 was not drawn: its q is one-hot.
+
+    draft: a tree with q. position: [B], of the first new token.
+    """
+    assert draft.q is not None, "recursive rejection needs the distributions that the draft was drawn from"
+    assert draft.parents is not None, "recursive rejection needs a tree"
+    (rows, width), last = draft.tokens.shape, draft.q.shape[1] - 1
+    row = torch.arange(rows, device=draft.tokens.device, dtype=torch.int64)
+    node = draft.tokens.new_full((rows,), -1)
+    walking, accepted, path = torch.ones_like(node, dtype=torch.bool), torch.zeros_like(node), draft.tokens[:, :0]
+    target = p(node, path, walking)
+    for depth in range(width if draft.levels is None else min(draft.levels, width)):
+        is_child = draft.offered & (draft.parents == node[:, None]) & walking[:, None]
+        q, number, walking = draft.q[row, (node + 1).clamp_max(last)], is_child.cumsum(1), torch.zeros_like(walking)
+        for place in range(int(number.max())):
+            is_tested, child = (is_child & (number == place + 1) & ~walking[:, None]).max(1)
+            x = draft.tokens.gather(1, child[:, None])  # [B, 1]
+            q = torch.where(q.gather(1, x) > 0, q, torch.zeros_like(q).scatter(1, x, 1.0))
+            ratio = target.gather(1, x) / q.gather(1, x)
+            passes = is_tested & noise.accept(ratio, position[:, None] + depth, substream(ACCEPT, depth), place)[:, 0]
+            node, walking, rejects = torch.where(passes, child, node), walking | passes, (is_tested & ~passes)[:, None]
+            target, q = torch.where(rejects, residual(target, q), target), torch.where(rejects, without(q, x), q)
+        path, accepted = torch.cat([path, node[:, None]], 1), accepted + walking
+        if _has_ended(walking):
+            break
+        after = p(node, draft.tokens.gather(1, path.clamp_min(0)), walking)
+        target = torch.where(walking[:, None], after, target)
+    drawn = noise.draw(target, position + accepted, TARGET)[:, None]
+    path = torch.nn.functional.pad(path.clamp_min(0), (0, width - path.shape[1]))
+    return Verdict(path, torch.cat([draft.tokens.gather(1, path), drawn], 1).scatter(1, accepted[:, None], drawn), accepted)
+
+
 def _passes(draft: Draft, p: Tensor, q: Tensor, first: int, position: Tensor, noise: Noise) -> Tensor:
     """Leviathan's test of k draft tokens from number `first` on, each by itself. p: [B, k, V] before each of them. q: [B, n,
     V]. Returns [B, k] bool."""
@@ -133,6 +170,12 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp_min(0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
+
+
+def without(q: Tensor, x: Tensor) -> Tensor:
+    """q [B, V] without the tokens x [B, 1], normalised again; 0 if nothing is left."""
+    rest = q.scatter(1, x, 0.0)
+    return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
 
 
 def entropy(p: Tensor, base: float = 2.0) -> Tensor:

@@ -23,16 +23,18 @@ Ranked = tuple[Tensor, Tensor]
 class SkippingDrafter(ChainDrafter):
     """Drafts chains with the target without the sublayers of a skip set.
 
-    Drafts are coupled to the target's noise, so `match` verifies chains and trees. Scoring runs them from layer 0 again and
-    overwrites the keys and values of drafting. skip: sublayers to leave out. ranks: number of best tokens to keep per place, 1
-    for the chain's alone.
+    Scoring runs drafts from layer 0 again and overwrites the keys and values of drafting. skip: sublayers to leave out. ranks:
+    number of tokens to draw per place, 1 for the chain's alone. coupled: draw with the target's noise, so that `match` verifies
+    chains and trees.
     """
 
     skip: SkipSet
     reuse_cache = False
 
-    def __init__(self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, ranks: int = 1) -> None:
-        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=True)
+    def __init__(
+        self, model: ModelRunner, rows: int, *, max_drafts: int, threshold: Threshold, ranks: int = 1, coupled: bool = True
+    ) -> None:
+        super().__init__(model, rows, max_drafts=max_drafts, threshold=threshold, coupled=coupled)
         self.ranks = ranks
         self._of_places: list[Ranked] = []  # one ([B, ranks], [B, ranks]) per place
         self._ranked: Ranked | None = None
@@ -73,9 +75,9 @@ class SkippingDrafter(ChainDrafter):
     def propose(
         self, logits: Tensor, position: Tensor, path: Tensor, active: Sequence[bool] | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ranked, possible, scores = self.sampler.candidates(logits, position, path, self.ranks, active)
+        ranked, possible, q, scores = self.sampler.candidates(logits, position, path, self.ranks, active, self.coupled)
         self._of_places.append((ranked, possible))
-        return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), None, scores
+        return torch.where(possible[:, 0], ranked[:, 0], NO_TOKEN), q, scores
 
     def observe(self, scores: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """As in `ChainDrafter`. For a tree, which needs confidences, they are computed without a threshold, too."""
