@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from skipstone import Autoregressive, LayerSkip, Sampling
+from skipstone import Autoregressive, LayerSkip, Sampling, Swift
 from skipstone.engines.native import library
 from skipstone.methods.drafting.chain_stop_rule import ConfidenceRule
 from tests.helpers import planted
@@ -94,6 +94,23 @@ def test_the_law_is_exact_on_the_native_engine(name: str) -> None:
     assert steps <= set(seen.steps)
 
 
+SIBLINGS = Swift(0.5, 2, None, search="uniform", candidate_counts=(2, 2, 2, 2), rejection_sample_method="standard")
+TREES: list[Any] = [
+    ({"new": 3}, {(2, 0), (2, 1)}),
+    ({**WARPED, "new": 4}, {(4, 1), (4, 2)}),
+    pytest.param({**PROCESSED, "new": 3}, {(2, 0), (2, 1)}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("settings", "steps"), TREES)
+def test_siblings_drawn_without_replacement_keep_the_law(settings: dict[str, Any], steps: set[tuple[int, int]]) -> None:
+    assert steps <= set(proves(deep_model(), SIBLINGS, **settings).steps)
+
+
+def deep_model() -> Any:
+    return llama(vocab=VOCAB, hidden=8, layers=4, head=2.0, seed=2).double()
+
+
 SUPPORTS = [
     ((0.0, 0.5, 0.5), (0.5, 0.5, 0.0), None),
     ((1.0, 0.0, 0.0), (0.25, 0.25, 0.5), None),
@@ -126,6 +143,7 @@ def short(method: Any = SKIP, new: int = 3, **settings: Any) -> None:
     (planted.processors_blind_to_the_draft, lambda: short(processors=[Pushing()])),
     (planted.processors_blind_to_the_draft, lambda: short(TREE, 4, processors=[Pushing()])),
     (planted.noise_used_twice, lambda: short(new=4)),
+    (planted.siblings_not_renormalised, lambda: proves(deep_model(), SIBLINGS, new=3)),
     every=3,
 )
 def test_planted_bugs_are_found(plant: Any, proof: Any, monkeypatch: pytest.MonkeyPatch) -> None:

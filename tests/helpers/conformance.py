@@ -94,7 +94,7 @@ ROWS: dict[str, Row] = {
     "layerskip, some tokens": Row(
         lambda d, rule: LayerSkip(EXIT, d, rejection_sample_method=rule, draft_vocabulary=FEW), variant=True
     ),
-    "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d), same_text=("standard",), learns=True),
+    "swift": Row(lambda d, rule: SWIFT(num_speculative_tokens=d, rejection_sample_method=rule), learns=True),
     "self_speculative": Row(lambda d, rule: SelfSpeculative((1,), (2,), None, d), same_text=("standard",)),
     "adadecode": Row(lambda d, rule: AdaDecode("original", 0.3, d, exit_layers=(1, EXIT), rejection_sample_method=rule)),
     "adadecode, deeper heads look again": Row(

@@ -32,6 +32,7 @@ IMPOSSIBLE: list[Any] = [
     (AdaSD("x", variant="A", relaxed=False), "it goes with relaxed=True"),
     (Swift(skip_ratio=1.0), "leaves out 4 of the 4 sublayers"),
     (Swift(skip_ratio=0.0), "leaves out 0 of the 4 sublayers"),
+    (Swift(candidate_counts=(10, 5, 3)), r"candidate_counts must be 4 numbers of at least 1, found \(10, 5, 3\)"),
     (Swift(profile=5), "profile must be a text or None, found 5"),  # type: ignore[arg-type]
     (SelfSpeculative(), "no layer set is given: name skip_attention .* or let all layers draft in fewer bits"),
     (SelfSpeculative((9,)), r"attention of layers 1 to 2 may be skipped in a model of 4 layers.*found \[9\]"),

@@ -44,7 +44,7 @@ ENGINES = ["eager", pytest.param("native", marks=WITHOUT_LIBRARY)]
 METHODS: dict[str, Callable[..., Any]] = {
     "layerskip": lambda draft, rule, **more: LayerSkip(2, DRAFTS, rejection_sample_method=rule, **more),
     "self_speculative": lambda draft, rule, **more: SelfSpeculative((1,), (2,), None, DRAFTS, None, **more),
-    "swift": lambda draft, rule, **more: Swift(0.5, DRAFTS, None, context_window=6, **more),
+    "swift": lambda draft, rule, **more: Swift(0.5, DRAFTS, None, context_window=6, rejection_sample_method=rule, **more),
     "speculative": lambda draft, rule, **more: Speculative(draft, DRAFTS, rejection_sample_method=rule, **more),
     "adasd": lambda draft, rule, **more: AdaSD(draft, DRAFTS, relaxed=False, rejection_sample_method=rule, **more),
     "adadecode": lambda draft, rule, **more: AdaDecode("original", 0.1, DRAFTS, (1, 2), rejection_sample_method=rule, **more),
@@ -152,7 +152,7 @@ def test_the_likeliest_listed_token_is_drafted(model: Any, listed: str) -> None:
 def test_swift_offers_no_runners_up_beyond_a_short_list(model: Any, tmp_path: Path) -> None:
     """A place of its tree would offer more tokens than are listed."""
     few = [2, 30, 77]
-    method = METHODS["swift"](None, "", draft_vocabulary=written(tmp_path / "few.json", few))
+    method = METHODS["swift"](None, "coupled", draft_vocabulary=written(tmp_path / "few.json", few))
     runner = ModelRunner(model, "eager")
     for sampling in (Sampling(), Sampling(1.0, seed=4)):
         asked = requests(2, sampling, new=16)

@@ -154,12 +154,12 @@ def layer_in_range(name: str, value: Any, model: "ModelRunner") -> None:
         raise ValueError(f"{name} must lie between 1 and {model.depth - 1} for a model of {model.depth} layers, found {value}")
 
 
-def layer_numbers(name: str, value: Any) -> tuple[int, ...]:
-    """Layer numbers (a number, a list or a tuple) as a tuple. ValueError unless all are whole numbers."""
-    layers = [value] if type(value) is int else value
-    if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{name} must be layer numbers, found {value!r}")
-    return tuple(layers)
+def whole_numbers(name: str, value: Any, what: str = "layer numbers") -> tuple[int, ...]:
+    """Whole numbers (one, a list or a tuple) as a tuple. ValueError for other values, which says what they are."""
+    numbers = [value] if type(value) is int else value
+    if not isinstance(numbers, (list, tuple)) or not all(type(number) is int for number in numbers):
+        raise ValueError(f"{name} must be {what}, found {value!r}")
+    return tuple(numbers)
 
 
 def whole_number(name: str, value: Any, min_value: float) -> None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from skipstone.decoding.drafter import Candidate, Drafter
 from skipstone.decoding.method import Preset
-from skipstone.decoding.settings import layer_numbers, setting
+from skipstone.decoding.settings import setting, whole_numbers
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.candidates import FewerBits, layer_candidate
 from skipstone.methods.drafting.chain_stop_rule import Threshold
@@ -75,7 +75,7 @@ class SelfSpeculative(ShortlistMethod):
 
     def __post_init__(self) -> None:
         for name in ("skip_attention", "skip_mlp"):
-            object.__setattr__(self, name, layer_numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_numbers(name, getattr(self, name)))
 
     def check(self, model: ModelRunner) -> None:
         super().check(model)

@@ -15,6 +15,7 @@ from skipstone.methods.swift.layer_set_search import SEARCHES, LayerSetSearch, L
 from skipstone.models.passes import SkipSet
 from tests.helpers.machine import llama
 
+OURS = [name for name in SEARCHES if name != "release"]  # which needs seconds for a suggestion
 COSTS = SkipCosts(0.015, 0.027, tuple(1 + 0.06 * extra for extra in range(30)))
 
 
@@ -43,7 +44,7 @@ def searched(name: str, seed: int, steps: int = 300) -> float:
 
 @pytest.mark.product
 def test_linear_thompson_is_at_least_as_good_as_the_others_on_20_problems() -> None:
-    found = {name: np.array([searched(name, seed) for seed in range(20)]) for name in SEARCHES}
+    found = {name: np.array([searched(name, seed) for seed in range(20)]) for name in OURS}
     assert (found["linear_ts"] >= found["random"]).all()
     assert (found["linear_ts"] >= found["uniform"]).all()
     assert found["linear_ts"].mean() > found["swift"].mean() + 0.1 > found["random"].mean()
@@ -51,7 +52,7 @@ def test_linear_thompson_is_at_least_as_good_as_the_others_on_20_problems() -> N
 
 
 def test_searches_repeat_with_their_seed() -> None:
-    assert all(searched(name, 3, 60) == searched(name, 3, 60) for name in SEARCHES)
+    assert all(searched(name, 3, 60) == searched(name, 3, 60) for name in OURS)
 
 
 def test_a_set_is_sublayers_of_the_layers_in_between() -> None:

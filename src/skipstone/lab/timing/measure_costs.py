@@ -36,7 +36,7 @@ from skipstone.methods.drafting.draft_model import DraftModel, DraftModelDrafter
 from skipstone.methods.drafting.lookups import LookupDrafter, RowDraft
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
-from skipstone.methods.swift.tree import RANKS
+from skipstone.methods.swift.swift import Swift
 from skipstone.models.passes import SkipSet
 from skipstone.utils.files import cache_place, digest, write_cache
 from skipstone.utils.processor_watch import ProcessorWatch, was_busy
@@ -89,7 +89,7 @@ class CostTimer:
         self.lookups = self._behind(LookupDrafter(batch))
         self.exits = self._behind(LayerSkipDrafter(LayerSkip(1, max_drafts), runner, batch))
         skipping = partial(SkippingDrafter, runner, batch, max_drafts=max_drafts, threshold=None)
-        self.chains, self.ranked_chains = (self._behind(skipping(ranks=ranks)) for ranks in (1, RANKS))
+        self.chains, self.ranked_chains = (self._behind(skipping(ranks=ranks)) for ranks in (1, max(Swift.candidate_counts)))
 
     def _behind(self, drafter: Drafter) -> Session:
         """A session with a context that was never run."""

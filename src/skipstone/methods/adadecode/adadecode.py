@@ -21,7 +21,7 @@ from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.drafter import Candidate, Drafter, layers_used
 from skipstone.decoding.method import Preset
 from skipstone.decoding.sampling import Sampler
-from skipstone.decoding.settings import RejectionRule, layer_numbers, setting
+from skipstone.decoding.settings import RejectionRule, setting, whole_numbers
 from skipstone.engines.engine import ChainInputs, SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner
@@ -76,7 +76,7 @@ class AdaDecode(ShortlistMethod):
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "exit_layers", layer_numbers("exit_layers", self.exit_layers))
+        object.__setattr__(self, "exit_layers", whole_numbers("exit_layers", self.exit_layers))
 
     @property
     def lossless(self) -> bool:

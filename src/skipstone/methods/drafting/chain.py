@@ -267,17 +267,25 @@ class ChainDrafter(Drafter):
 
 
 def replay_hidden_states(
-    store: KVCache, row: int, tokens: Sequence[int], model: ModelRunner, layers: int, skip: SkipSet | None
+    store: KVCache,
+    row: int,
+    tokens: Sequence[int],
+    model: ModelRunner,
+    layers: int,
+    skip: SkipSet | None,
+    end: int | None = None,
 ) -> Tensor:
-    """Hidden states [1, n, d] after the last n committed tokens of a row in the cache (SWIFT, Eq. 3).
+    """Hidden states [1, n, d] after n committed tokens of a row in the cache (SWIFT, Eq. 3).
 
     One pass of the first `layers` layers of a model, without the sublayers in `skip`. It reads the target's keys and values
-    before these tokens, and writes its own after all committed slots."""
-    end, width, device = store.length[row], len(tokens), model.device
-    store.reserve(end + width)
-    positions = torch.arange(end - width, end, device=device, dtype=torch.int64)[None]  # [1, n]
+    before these tokens, and writes its own after all committed slots. end: the slot after these tokens; None for the row's
+    latest tokens."""
+    length, width, device = store.length[row], len(tokens), model.device
+    begin = (length if end is None else end) - width
+    store.reserve(length + width)
+    places = torch.arange(width, device=device, dtype=torch.int64)[None]  # [1, n]
     below = torch.ones((1, width, width), dtype=torch.bool, device=device).tril()
-    tree = Tree(on_device([end], device), below, positions, seen=on_device([end - width], device))
-    at = Pass(positions, positions + width, None, slice(row, row + 1), end + width, end, tree)
-    hidden = model.embed(on_device([list(tokens)], device), positions)
+    tree = Tree(on_device([length], device), below, begin + places, seen=on_device([begin], device))
+    at = Pass(begin + places, length + places, None, slice(row, row + 1), length + width, length, tree)
+    hidden = model.embed(on_device([list(tokens)], device), begin + places)
     return model.run(hidden, at, store, range(layers), skip)

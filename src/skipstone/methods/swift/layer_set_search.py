@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
+from skipstone.utils.extras import installed
 
 
 @dataclass
@@ -20,7 +21,7 @@ class LayerSetSearch:
     """Base class of searches for sets of `count` sublayers. By itself it searches nothing and uses the first set.
 
     first: the first set, None for the uniform one. interval: SwiftSearch makes one of so many proposals by Bayesian
-    optimisation. adaptive: whether it learns.
+    optimisation. adaptive: whether it learns. window: tokens of a response that evaluate its sets.
     """
 
     space: LayerSetSpace
@@ -30,6 +31,7 @@ class LayerSetSearch:
     first: LayerMask | None = None
     interval: int = 25
     adaptive: ClassVar[bool] = False
+    window: ClassVar[Literal["latest", "first"]] = "latest"
 
     def __post_init__(self) -> None:
         if not 0 < self.count < self.space.size:
@@ -38,8 +40,17 @@ class LayerSetSearch:
         self.observations = 0
         self.forget()
 
+    @staticmethod
+    def count_of(space: LayerSetSpace, ratio: float) -> int:
+        """Number of sublayers to skip for a skip ratio."""
+        return space.count(ratio)
+
     def forget(self) -> None:
         """Forget all observations."""
+
+    def start(self) -> LayerMask:
+        """The set to draft with before any observation."""
+        return self.space.uniform(self.count) if self.first is None else self.first
 
     def propose(self) -> LayerMask:
         """The next set to evaluate."""
@@ -51,7 +62,7 @@ class LayerSetSearch:
 
     def best(self) -> LayerMask:
         """The set to draft with."""
-        return self.space.uniform(self.count) if self.first is None else self.first
+        return self.start()
 
     def estimate(self, skipped: LayerMask) -> float | None:
         """The estimated matchness of a set; None without observations."""
@@ -74,7 +85,7 @@ class RandomSearch(LayerSetSearch):
 
     def propose(self) -> LayerMask:
         if not self.seen:
-            return super().best()
+            return self.start()
         if self.observations % self.REPEAT_INTERVAL == self.REPEAT_INTERVAL - 1:
             return self._extreme(+1)
         return self.space.random(self.count, self.rng)
@@ -85,7 +96,7 @@ class RandomSearch(LayerSetSearch):
         self.seen[skipped.tobytes()] = (skipped, matched + matchness * positions, total + positions)
 
     def best(self) -> LayerMask:
-        return self._extreme(-1) if self.seen else super().best()
+        return self._extreme(-1) if self.seen else self.start()
 
     def estimate(self, skipped: LayerMask) -> float | None:
         matched, total = self._counts(skipped)
@@ -106,17 +117,22 @@ class SwiftSearch(RandomSearch):
     """The paper's search (Eq. 2): random sets, and in every `interval`-th step (beta) Bayesian optimisation.
 
     That maximises the upper confidence bound of a Gaussian process. The set with the highest observed value drafts (section
-    4.1.2); no set is evaluated again on purpose. Bound and noise are those of the released code.
+    4.1.2); no set is evaluated again on purpose. Bound and noise are those of the released code. The paper does not print them.
     """
 
     KAPPA: ClassVar[float] = 2.5  # upper confidence bound, in standard deviations
     NOISE: ClassVar[float] = 1e-2  # variance of an observation, relative to the variance of all
     POINTS: ClassVar[int] = 200  # number of latest sets in the Gaussian process
     CANDIDATES: ClassVar[int] = 256  # number of sets to compare by the bound
+    SCALES: ClassVar[int] = 8  # length scales of the kernel in the number of sublayers
+
+    def forget(self) -> None:
+        super().forget()
+        self.top: tuple[LayerMask, float] | None = None  # the best set and its value
 
     def propose(self) -> LayerMask:
         if not self.seen:
-            return LayerSetSearch.best(self)
+            return self.start()
         if self.observations % self.interval == self.interval - 1 and len(self.seen) > 2:
             return self._by_gaussian_process()
         return self.space.random(self.count, self.rng)
@@ -124,13 +140,14 @@ class SwiftSearch(RandomSearch):
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
         """As in `LayerSetSearch`. The highest matchness of a set counts."""
         LayerSetSearch.observe(self, skipped, matchness, positions)
-        known = self.estimate(skipped) or 0.0
-        self.seen[skipped.tobytes()] = (skipped, max(known, matchness) * positions, positions)
+        highest = max(self.estimate(skipped) or 0.0, matchness)
+        self.seen[skipped.tobytes()] = (skipped, highest * positions, positions)
+        value = self.objective(highest, skipped)
+        if self.top is None or value > self.top[1]:
+            self.top = skipped, value
 
     def best(self) -> LayerMask:
-        if not self.seen:
-            return super().best()
-        return max(self.seen.values(), key=lambda seen: self.objective(seen[1] / seen[2], seen[0]))[0]
+        return self.start() if self.top is None else self.top[0]
 
     def _by_gaussian_process(self) -> LayerMask:
         """The set with the highest bound among random sets and neighbours of the best one."""
@@ -141,18 +158,22 @@ class SwiftSearch(RandomSearch):
         candidates = [
             self._neighbour(best) if number % 2 else self.space.random(self.count, rng) for number in range(self.CANDIDATES)
         ]
-        queries = np.stack(candidates).astype(float)  # [b, n]
+        return candidates[int(np.argmax(self.bounds(known, values, np.stack(candidates).astype(float))))]
+
+    def bounds(self, known: NDArray[Any], values: NDArray[Any], queries: NDArray[Any]) -> NDArray[Any]:
+        """Upper confidence bounds [b] of sets `queries` [b, n], from sets `known` [a, n] with values [a]. They are in standard
+        deviations of the values from their mean."""
         scale = values.std() or 1.0
         inverse = np.linalg.inv(self._kernel(known, known) + self.NOISE * np.eye(len(known)))
         cross = self._kernel(queries, known)  # [b, a]
-        mean = cross @ inverse @ ((values - values.mean()) / scale)
-        variance = np.maximum(1 - np.einsum("ij,jk,ik->i", cross, inverse, cross), 0)
-        return candidates[int(np.argmax(mean + self.KAPPA * np.sqrt(variance)))]
+        weights = cross @ inverse
+        mean, variance = weights @ ((values - values.mean()) / scale), np.maximum(1 - (weights * cross).sum(1), 0)
+        return mean + self.KAPPA * np.sqrt(variance)
 
-    def _kernel(self, a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-        """exp(-h / l): h is the number of different sublayers, l = n / 8. a: [i, n], b: [j, n]. Returns [i, j]."""
+    def _kernel(self, a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+        """exp(-h / l): h is the number of different sublayers, l = n / SCALES. a: [i, n], b: [j, n]. Returns [i, j]."""
         differ = a.sum(1)[:, None] + b.sum(1)[None] - 2 * a @ b.T
-        return np.exp(-differ / (self.space.size / 8))
+        return np.exp(-differ / (self.space.size / self.SCALES))
 
     def _neighbour(self, skipped: LayerMask) -> LayerMask:
         """A set with one sublayer exchanged for another."""
@@ -160,6 +181,53 @@ class SwiftSearch(RandomSearch):
         neighbour[self.rng.choice(np.flatnonzero(skipped))] = False
         neighbour[self.rng.choice(np.flatnonzero(~skipped))] = True
         return neighbour
+
+
+class ReleaseSearch(SwiftSearch):
+    """The search of SWIFT's released code, with the library bayesian-optimization that it uses.
+
+    It truncates the number of sublayers, starts from every second layer without evaluating that set, and evaluates sets on the
+    first tokens of a response. Bayesian optimisation maximises its bound over [0, 1]^n; the largest coordinates are skipped.
+    """
+
+    window: ClassVar[Literal["latest", "first"]] = "first"
+    RANDOM_STATE: ClassVar[int] = 1
+
+    @staticmethod
+    def count_of(space: LayerSetSpace, ratio: float) -> int:
+        return int(space.size * ratio)
+
+    def forget(self) -> None:
+        super().forget()
+        library, self.names = bayesian_optimization(), [f"x{place}" for place in range(self.space.size)]
+        self.optimizer = library.BayesianOptimization(
+            f=None,
+            pbounds=dict.fromkeys(self.names, (0, 1)),
+            acquisition_function=library.acquisition.UpperConfidenceBound(kappa=self.KAPPA),
+            random_state=self.RANDOM_STATE,
+            verbose=0,
+            allow_duplicate_points=True,
+        )
+        self.optimizer.set_gp_params(alpha=self.NOISE)
+        self.point: dict[str, float] | None = None  # the suggestion that the last proposal was rounded from
+
+    def start(self) -> LayerMask:
+        """Every second layer, for any skip ratio."""
+        return np.tile(np.arange(self.space.layers - 2) % 2 == 0, 2)
+
+    def propose(self) -> LayerMask:
+        self.point = None
+        if self.observations % self.interval != self.interval - 1:
+            return self.space.random(self.count, self.rng)
+        self.point = point = self.optimizer.suggest()
+        skipped = np.zeros(self.space.size, dtype=bool)
+        skipped[np.argsort([-point[name] for name in self.names], kind="stable")[: self.count]] = True
+        return skipped
+
+    def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
+        super().observe(skipped, matchness, positions)
+        point = self.point or dict(zip(self.names, skipped.astype(float).tolist(), strict=True))
+        self.optimizer.register(params=point, target=matchness)
 
 
 class LinearThompson(LayerSetSearch):
@@ -229,13 +297,19 @@ class LinearThompson(LayerSetSearch):
         return skipped, float(values[best])
 
 
-SearchName = Literal["linear_ts", "swift", "random", "uniform"]
+SearchName = Literal["swift", "release", "linear_ts", "random", "uniform"]
 SEARCHES: dict[SearchName, type[LayerSetSearch]] = {
-    "linear_ts": LinearThompson,
     "swift": SwiftSearch,
+    "release": ReleaseSearch,
+    "linear_ts": LinearThompson,
     "random": RandomSearch,
     "uniform": LayerSetSearch,
 }
+
+
+def bayesian_optimization() -> Any:
+    """The library of that name. ImportError if it is not installed."""
+    return installed("bayes_opt", "search=release needs bayesian-optimization", "search")
 
 
 def _error(mean: Any, total: Any) -> Any:
