@@ -366,8 +366,13 @@ def quantised_bytes(model: Any, quantize: str) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
     minimum) in float16."""
     head = model.get_output_embeddings().weight
-    sizes = [(math.prod(one.shape), QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model)]
-    return sum(count * (34 if kind == "int8" else 20) // 32 for count, kind in sizes)
+    return sum(matrix_bytes(one, QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
+
+
+def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:
+    """Bytes of one matrix as "int8" or "int4", or as it is."""
+    bytes_of_32 = {"int8": 34, "int4": 20}.get(quantize or "", 32 * matrix.element_size())
+    return math.prod(matrix.shape) * bytes_of_32 // 32
 
 
 def unsupported(model: Any, description: DecoderModel) -> str | None:

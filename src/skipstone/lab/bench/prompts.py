@@ -16,12 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.lab.bench.draft_weights import share_read
 from skipstone.lab.bench.plan import BenchPlan, has_choices
 from skipstone.lab.bench.run_file import Line, RunFile
 from skipstone.lab.tasks.data_sets import Task, prompt_of, tabbed, untabbed
 from skipstone.lab.tasks.dialogue import PromptBuilder, Said, TaskConversation, digest
 from skipstone.lab.tasks.protocols import TaskSettings
-from skipstone.lab.timing.measure import GenerationBackend, Measurement, measure, options_for
+from skipstone.lab.timing.measure import GenerationBackend, Measurement, MethodBackend, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
 from skipstone.utils.processor_watch import ProcessorWatch
 
@@ -234,7 +235,10 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
         _add_log_likelihoods(run.model, answers)
     about = {"index": index, "source": one.source, "category": run.task.category(one.record), "digest": one.digest}
     about["waited_share"] = fmean(waited)
-    rows = {label: own.report() for label, own in answers.items()}
+    rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
+    for label, engine in engines.items():
+        if isinstance(engine, MethodBackend):
+            rows[label]["weights_read"] = share_read(engine.method, runner, rows[label])
     return run.add("prompt", **about, prompt_tokens=lengths, cut=cut, rows=rows)
 
 

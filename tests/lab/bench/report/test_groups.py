@@ -39,6 +39,9 @@ def test_figures_by_hand(results: Path) -> None:
         "tokens_per_step": 2.0,
         "plain_ms_per_token": 10.0,
         "predicted_speedup": 0.01 * 2 / (0.4 / 50),
+        "draft_step_cost": 0.15,
+        "scoring_cost": 0.5,
+        "paper_speedup": 2 / (2 * 0.15 + 1),
         "decode_speedup": 1.0 / 0.45,
         "peak_memory": 1 << 20,
         "repeated_share": 0.3,
@@ -50,6 +53,17 @@ def test_figures_by_hand(results: Path) -> None:
     wilson = scipy.stats.binomtest(1, 3).proportion_ci(0.95, "wilson")
     assert own["scores"] == {"exact_match": pytest.approx({"value": 1 / 3, "low": wilson.low, "high": wilson.high})}
     assert group.figures("hf-early-exit", group.lines) is None
+
+
+def test_the_share_of_the_weights_is_a_mean_over_draft_steps() -> None:
+    found = lines()
+    for index, share in enumerate((0.2, None, 0.5)):
+        found[2 + index]["rows"]["layerskip"] |= {"weights_read": share}
+    found[4]["rows"]["layerskip"]["stats"]["draft_steps"] = 200
+    (group,) = groups(found)
+    assert group.over_all("layerskip")["weights_read"] == pytest.approx((0.2 * 100 + 0.5 * 200) / 300)
+    found[2]["rows"]["layerskip"]["stats"]["draft_steps"] = found[4]["rows"]["layerskip"]["stats"]["draft_steps"] = 0
+    assert group.over_all("layerskip")["weights_read"] is None
 
 
 def test_the_reports_say_the_same_in_every_format(results: Path) -> None:

@@ -20,7 +20,7 @@ from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.tasks.scores import pass_at_k
 from skipstone.lab.timing.statistics import PooledRate, mean, pooled, rate
 from skipstone.methods import stored_settings
-from skipstone.policy.cost_model import speedup
+from skipstone.policy.cost_model import StepCosts, speedup
 
 EARLY_EXIT = "hf-early-exit"
 VANILLA = "speculative"  # speculative decoding with drafts of one length, AdaSD's baseline
@@ -152,6 +152,7 @@ class MeasurementGroup:
             plain = [row for _, row in self.pairs_with_plain(label, lines) if row["stats"]]
             if total.draft_steps and len(plain) == len(rows):
                 figures |= predict_speedup(total, rows, plain)
+                figures["weights_read"] = _mean_by_draft_steps(rows)
                 figures["costed_speedup"] = self._predict_from_costs(label, lines, total)
         return figures
 
@@ -213,6 +214,13 @@ def _means(rows: Sequence[Line]) -> dict[str, float]:
     return {name: total["sum"] / total["count"] for name, total in totals.items() if total["count"]}
 
 
+def _mean_by_draft_steps(rows: Sequence[Line]) -> float | None:
+    """The mean share of the weights that a draft step reads; None if it is unknown."""
+    steps, shares = [row["stats"]["draft_steps"] for row in rows], [row.get("weights_read") for row in rows]
+    known = [(share * count, count) for share, count in zip(shares, steps, strict=True) if share is not None]
+    return pooled(*zip(*known, strict=True)) if sum(count for _, count in known) else None
+
+
 def _latency(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Milliseconds to the first token and per further token, pooled over calls."""
     if any(row["first_seconds"] is None for row in rows):
@@ -260,14 +268,19 @@ def predict_speedup(total: Stats, own: Sequence[Line], plain: Sequence[Line]) ->
     """The predicted and the measured speed-up of decoding, set-up and prefill left out.
 
     predicted = plain seconds per token x tokens per step / (draft + scoring seconds per step), with our plain decoding on the
-    same prompts. Probe steps are left out of the prediction, not of the measurement.
+    same prompts. Probe steps are left out of the prediction, not of the measurement. With c, the cost of a draft step, and v,
+    that of scoring, in plain steps, this is SWIFT's Eq. 6, M / ((M - 1) c / alpha + v). paper_speedup: the same with v = 1.
     """
     base, seconds = _decode_seconds_per_token(plain), _decode_seconds_per_token(own)
     tokens_per_step = (total.tokens - total.probes) / total.steps if total.steps else 1.0
     step_seconds = (total.seconds_draft + total.seconds_score) / total.turns if total.turns else 0.0
     predicted = speedup(tokens_per_step, step_seconds, base) if step_seconds else math.nan
     measured = base / seconds if seconds else math.nan
+    c, drafts = total.seconds_draft / total.draft_steps / base, total.draft_steps / max(total.steps, 1)
     return {
+        "draft_step_cost": c,
+        "scoring_cost": total.seconds_score / max(total.turns, 1) / base,
+        "paper_speedup": StepCosts(1.0, c, lambda _: 1.0).speedup(total.mean_acceptance_length, drafts),
         "plain_ms_per_token": 1000 * base,
         "tokens_per_step": tokens_per_step,
         "predicted_speedup": predicted,

@@ -18,7 +18,6 @@ from skipstone.lab.bench.run_file import Line
 from skipstone.lab.timing.measure import WARM_UP_TOKENS
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
 from skipstone.methods.adadecode.adadecode import AdaDecode
-from skipstone.policy.cost_model import StepCosts
 
 NONE = "-"  # a cell without a figure
 Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns, and what `_figures` adds
@@ -28,9 +27,11 @@ All figures but "first s" are steady: of requests after a warm-up. first s: seco
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is
 below {LOOPING} in all rows; the last column takes all prompts. ceiling: share of the speed that the memory's bandwidth allows
-plain decoding. TTFT, TPOT: time to the first token and per further token. ms a step: draft + scoring + other. predicted: the
-speed-up that M and these costs allow without setup and prefill; reached: the share of it that was reached. by costs: the
-speed-up that M and `skipstone costs` predict without this run / the measured one, both without setup and prefill.
+plain decoding. TTFT, TPOT: time to the first token and per further token. ms a step: draft + scoring + other. reads: share of
+the weights that a draft step reads, in bytes. c, v: time of a draft step and of scoring in plain steps. predicted: the
+speed-up without setup and prefill by SWIFT's Eq. 6, M / ((M - 1) c / alpha + v); v = 1: the same as the paper has it; reached:
+the share of "predicted" that was reached. by costs: the speed-up that M and `skipstone costs` predict without this run / the
+measured one, both without setup and prefill.
 equal: greedy texts identical to {THEIRS}. score: with 95 % intervals, Wilson's for scores of 0 and 1 and bootstraps over
 prompts for others; score - plain: the mean difference to {BASELINE}, prompt by prompt, with a paired bootstrap interval."""
 
@@ -84,6 +85,10 @@ COLUMNS = {
     "M": "{mean_acceptance_length:.2f}",
     "alpha": "{acceptance_rate:.2f}",
     "ms a step": "{step_milliseconds}",
+    "reads": "{weights_read:.2f}",
+    "c": "{draft_step_cost:.2f}",
+    "v": "{scoring_cost:.2f}",
+    "v = 1": "{paper_speedup:.2f}",
     "predicted": "{predicted_speedup:.2f}",
     "reached": "{measured_over_predicted:.2f}",
     "by costs": "{costed_speedup:.2f} / {decode_speedup:.2f}",
@@ -250,11 +255,11 @@ LAYER_SETS = {
     "judged": "{evaluations}",
     "steps that drafted": "{drafting_share:.0%}",
     "time in search": "{search_share:.1%}",
-    "c": "{c:.2f}",
-    "v": "{v:.2f}",
-    "E, v = 1": "{E[0]:.2f}",
-    "E": "{E[1]:.2f}",
-    "decode speed-up": "{reached:.2f}",
+    "c": COLUMNS["c"],
+    "v": COLUMNS["v"],
+    "E, v = 1": COLUMNS["v = 1"],
+    "E": COLUMNS["predicted"],
+    "decode speed-up": "{decode_speedup:.2f}",
 }
 
 
@@ -268,11 +273,6 @@ def by_layer_set(group: MeasurementGroup) -> Table:
         row = {**_figures(group, label, group.lines), **report, "left_out": sum(map(len, report["skipped"].values()))}
         milliseconds = [row.get(f"{part}_ms_per_step", 0.0) for part in PARTS]
         row["search_share"] = share(milliseconds[0], sum(milliseconds))
-        if row.get("acceptance_rate") and "plain_ms_per_token" in row:
-            plain, length, alpha = row["plain_ms_per_token"], row["mean_acceptance_length"], row["acceptance_rate"]
-            c, v = row["draft_ms_per_step"] / row["drafts_per_step"] / plain, row["score_ms_per_step"] / plain
-            expected = [StepCosts(1.0, c, lambda _, v=v: v).speedup(length, (length - 1) / alpha) for v in (1.0, v)]
-            row |= {"c": c, "v": v, "E": expected, "reached": row["decode_speedup"]}
         rows.append(row)
     return _table(group, "layer sets, all prompts", LAYER_SETS, rows)
 
