@@ -74,8 +74,8 @@ class TestFewerBits:
         read = (PLAIN - HEAD - MLP) * bytes_of_32 + HEAD * 34
         method = SelfSpeculative((), (1,), draft_quantize=kind)
         assert share_read(method, ModelRunner(model, "native"), {}) == pytest.approx(read / (PLAIN * 32 * 4))
-        half = llama().to(torch.bfloat16)
-        assert share_read(method, ModelRunner(half, "native"), {}) == pytest.approx(read / (PLAIN * 32 * 2))
+        half: Any = llama()
+        assert share_read(method, ModelRunner(half.to(torch.bfloat16), "native"), {}) == pytest.approx(read / (PLAIN * 32 * 2))
 
     def test_of_the_target(self) -> None:
         read, plain = 2 * LAYER * 20 + HEAD * 34, 4 * LAYER * 20 + HEAD * 34
