@@ -163,6 +163,8 @@ def test_the_papers_search_keeps_the_highest_score_and_uses_a_gaussian_process_a
     assert (search.best() == lucky).all()
     assert search.estimate(lucky) == pytest.approx(0.82)
     assert bayesian == [7, 11], "after 3 steps two sets are known, too few for a process"
+    search.observe(space.random(5, np.random.default_rng(2)), 0.82, 32)
+    assert (search.best() == lucky).all(), "an equal score is not better"
 
 
 def test_a_gaussian_process_proposes_near_a_good_set_and_another_size_may_follow() -> None:

@@ -19,7 +19,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.drafting.layer_sets import load_profile, save_profile
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.layer_set_search import SwiftSearch
-from skipstone.methods.swift.tree import max_leaves, with_leaves
+from skipstone.methods.swift.tree import max_leaves, offered, with_leaves
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from tests.helpers import families
@@ -80,6 +80,8 @@ COUNTS = (10, 5, 3, 1)
 
 def test_runners_up_are_leaves_of_the_places_before_theirs() -> None:
     """A place offers more tokens if it is less sure."""
+    sure = torch.tensor([[0.1, 0.5, 0.51, 0.8, 0.81, 0.95, 0.96, 1.0]])
+    assert offered(sure, COUNTS).tolist() == [[10, 10, 5, 5, 3, 3, 1, 1]]
     ranked = torch.tensor([[[7, 8, 9, 1], [5, 6, 7, 2], [3, 4, 8, 9]]])
     possible = torch.ones_like(ranked, dtype=torch.bool)
     possible[0, 1, 2] = False
