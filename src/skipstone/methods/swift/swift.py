@@ -34,7 +34,7 @@ from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.layer_set_search import SEARCHES, SearchName, bayesian_optimization
-from skipstone.methods.swift.presets import PRESETS
+from skipstone.methods.swift.presets import PAPER, RELEASE
 from skipstone.methods.swift.tree import CONFIDENCES, max_leaves, with_leaves
 from skipstone.models.passes import SkipSet
 from skipstone.policy.draft_length import MAX_DRAFTS
@@ -47,7 +47,7 @@ class Swift(ShortlistMethod):
     name: ClassVar[str] = "swift"
     positional: ClassVar[str] = "leaves sublayers out and verifies trees"
     aliases: ClassVar[dict[str, str]] = {"num_assistant_tokens": "num_speculative_tokens", "enough": "target_matchness"}
-    presets: ClassVar[dict[str, Preset]] = PRESETS
+    presets: ClassVar[dict[str, Preset]] = {"paper": PAPER, "release": RELEASE}
     if_few_accepted: ClassVar[str] = "An acceptance rate that low says that drafting skips too many sublayers of this model."
 
     skip_ratio: float = setting(
