@@ -28,7 +28,7 @@ class Draft:
     exit_layer: [B, n] int64, the layer that each token was drafted at, or one number for all; for reports only.
     confidence: [B, n] float, the drafter's probability of each token.
     draft_steps: [B] int64, number of drafter passes per row; None means one per token that may be accepted.
-    levels: maximum number of nodes on a path of a tree; None means all nodes.
+    levels: maximum number of nodes on a path of a tree; None means all nodes. siblings: the same of a node's children.
     Siblings that may be accepted must have different tokens.
     """
 
@@ -43,6 +43,7 @@ class Draft:
     confidence: Tensor | None = None
     draft_steps: Tensor | None = None
     levels: int | None = None
+    siblings: int | None = None
 
     @classmethod
     def empty(cls, rows: int, device: torch.device, forward: PartialForward | None = None) -> "Draft":

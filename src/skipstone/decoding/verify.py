@@ -128,8 +128,10 @@ def recursive_rejection(draft: Draft, p: Probability, position: Tensor, noise: N
     for depth in range(width if draft.levels is None else min(draft.levels, width)):
         is_child = draft.offered & (draft.parents == node[:, None]) & walking[:, None]
         q, number, walking = draft.q[row, (node + 1).clamp_max(last)], is_child.cumsum(1), torch.zeros_like(walking)
-        for place in range(int(number.max())):
+        for place in range(width if draft.siblings is None else draft.siblings):
             is_tested, child = (is_child & (number == place + 1) & ~walking[:, None]).max(1)
+            if _has_ended(is_tested):
+                break
             x = draft.tokens.gather(1, child[:, None])  # [B, 1]
             q = torch.where(q.gather(1, x) > 0, q, torch.zeros_like(q).scatter(1, x, 1.0))
             ratio = target.gather(1, x) / q.gather(1, x)

@@ -55,4 +55,5 @@ def with_leaves(chain: Draft, ranked: Tensor, real: Tensor, counts: Sequence[int
         q=chain.q,
         draft_steps=chain.valid.sum(1),
         levels=width,
+        siblings=ranks,
     )
