@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
+from torch import Tensor
 
 import skipstone
 from skipstone import AdaSD
@@ -37,13 +37,12 @@ class RecordingDrafter(AdaSDDrafter):
     def waive_tokens(self, draft: Draft, scores: Any) -> None:
         super().waive_tokens(draft, scores)
 
-    def observe_scores(self, draft: Draft, scores: Any, verdict: Verdict | GreedyVerdict) -> None:
-        super().observe_scores(draft, scores, verdict)
-        if self._distances is None:
-            return
-        entropies, num_accepted = torch.stack(self._draft_entropies, 1), int(verdict.accepted[0])
-        for place in range(min(num_accepted + 1, int(draft.valid.sum()))):
-            self.judged_tokens.append((place < num_accepted, float(entropies[0, place]), float(self._distances[0, place])))
+    def observe_scores(self, draft: Draft, scores: Any, verdict: Verdict | GreedyVerdict) -> Tensor | None:
+        if self._distances is not None and self._entropies is not None:
+            num_accepted, num_judged = int(verdict.accepted[0]), min(int(verdict.accepted[0]) + 1, int(draft.valid.sum()))
+            figures = zip(self._entropies[0, :num_judged].tolist(), self._distances[0, :num_judged].tolist(), strict=True)
+            self.judged_tokens += [(place < num_accepted, *one) for place, one in enumerate(figures)]
+        return super().observe_scores(draft, scores, verdict)
 
 
 def save_figure(samples: list[Tokens], path: Path) -> None:
