@@ -12,10 +12,10 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from scipy.stats import entropy as scipy_entropy
 from torch import Tensor
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import GenerationConfig, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 import skipstone
-from skipstone import AdaSD, Autoregressive
+from skipstone import AdaSD, Autoregressive, Speculative
 from skipstone.decoding import verify
 from skipstone.decoding.draft import Draft
 from skipstone.decoding.noise import Noise
@@ -175,6 +175,19 @@ def test_sampled_texts_keep_what_is_near_and_say_so(model: Any, draft: Any) -> N
             overruled, accepted = overruled + out.stats.overruled, accepted + out.stats.accepted
         assert (overruled > 0) == (relaxed and helper is draft)
         assert accepted > 20
+
+
+def test_presets_are_the_rows_of_the_papers_table_1() -> None:
+    """Vanilla drafts five tokens (section 5.1), AssistedGen has transformers' defaults, and all verify as in Eq. 2."""
+    vanilla, assisted = (Speculative(preset=name) for name in ("vanilla", "assistedgen"))  # type: ignore[call-arg]
+    assert vanilla == Speculative() == Speculative(None, 5, "constant", None)
+    theirs = GenerationConfig()._get_default_generation_params()
+    assert theirs["num_assistant_tokens_schedule"] == "constant"
+    counts = theirs["num_assistant_tokens"], theirs["assistant_confidence_threshold"]
+    assert (assisted.num_speculative_tokens, assisted.confidence_threshold) == counts == (20, 0.4)
+    assert assisted.schedule == "confidence"
+    ours = [AdaSD(preset=name) for name in AdaSD.presets]  # type: ignore[call-arg]
+    assert {method.rejection_sample_method for method in (vanilla, assisted, *ours)} == {"standard"}
 
 
 class Scripted(Noise):
