@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from skipstone import Autoregressive
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.decoding.session import Session
+from skipstone.engines import model_lock
 from skipstone.engines.model_lock import SingleTorchThread
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, threads
@@ -112,6 +114,20 @@ def test_every_host_thread_has_its_own_back() -> None:
     with pytest.raises(KeyError), SingleTorchThread():
         raise KeyError
     assert torch.get_num_threads() == 2, "after an error, too"
+
+
+@pytest.mark.usefixtures("several")
+def test_another_packages_openmp_is_not_taken_for_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = model_lock.MAPS.read_text()
+    monkeypatch.setattr(model_lock, "MAPS", tmp_path / "maps")
+    other = tmp_path / "libgomp-other.so.1"  # as scikit-learn's, at a lower address
+    (tmp_path / "maps").write_text(f"7f00-7f01 r-xp 00000000 fe:00 1 {other}\n{maps}")
+    model_lock._openmp.cache_clear()
+    try:
+        with SingleTorchThread():
+            assert torch.get_num_threads() == 1
+    finally:
+        model_lock._openmp.cache_clear()
 
 
 @pytest.mark.usefixtures("several")

@@ -83,9 +83,12 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _openmp() -> Any:
-    """The OpenMP runtime that torch has loaded; None if it cannot be found."""
+    """The OpenMP runtime that torch has loaded; None if it cannot be found. Other packages may bring one of their own
+    (scikit-learn does), so the one in torch's folder is preferred."""
     lines = MAPS.read_text().splitlines() if MAPS.exists() else []
-    path = next((line.split()[-1] for line in lines if "libgomp" in line), None)
+    paths = {line.split()[-1] for line in lines if "libgomp" in line}
+    own = [path for path in paths if Path(path).is_relative_to(Path(torch.__file__).parent)]
+    path = next(iter(own or sorted(paths)), None)
     return None if path is None else ctypes.CDLL(path)
 
 
