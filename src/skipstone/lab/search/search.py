@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal, Protocol
@@ -190,14 +191,19 @@ class BayesianTrials(TrialSource):
         self.proposer = BayesianProposer(space.size, settings.seed)
         for trial in known:
             self.proposer.observe(trial.point or [], trial.speed or 0.0)
-        plain = [_decode_texts(self.model, settings, [MethodBackend(Autoregressive())])[0][0] for _ in range(PLAIN_RUNS)]
-        self.plain_rate = median(plain[1:])  # the first run prepares the engine
+
+    @cached_property
+    def plain_rate(self) -> float:
+        """Tokens per second of plain decoding."""
+        plain = [_decode_texts(self.model, self.settings, [MethodBackend(Autoregressive())])[0][0] for _ in range(PLAIN_RUNS)]
+        return median(plain[1:])  # the first run prepares the engine
 
     def next_trial(self) -> LayerSetResult:
+        plain_rate = self.plain_rate
         point = self.proposer.propose()
         skip = self.space.to_skip_set(skipped_sublayers(point))
         ((rate, stats),) = _decode_texts(self.model, self.settings, [_drafting_without(skip, self.settings)])
-        speed = rate / self.plain_rate
+        speed = rate / plain_rate
         self.proposer.observe(point, speed)
         layers = sorted(skip.attention), sorted(skip.mlp)
         return LayerSetResult("decoded", *layers, None, speed=speed, acceptance=stats.acceptance_rate, point=point)

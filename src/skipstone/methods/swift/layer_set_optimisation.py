@@ -80,8 +80,8 @@ class LayerSetOptimisation:
 
     def _lower_ratio(self) -> bool:
         """Search sets of a lower ratio if too few drafts are accepted. Returns False if the ratio stays."""
-        least = self.min_acceptance_rate
-        if least is None or not self.draft_steps or self.accepted >= least * self.draft_steps:
+        min_rate = self.min_acceptance_rate
+        if min_rate is None or not self.draft_steps or self.accepted >= min_rate * self.draft_steps:
             return False
         ratio = round(self.ratio - RATIO_STEP, 4)
         if (count := self.search.count_of(self.space, ratio)) < 1:

@@ -96,7 +96,7 @@ class Swift(ShortlistMethod):
             raise ValueError(
                 f"candidate_counts must be {len(CONFIDENCES) + 1} numbers of at least 1, found {self.candidate_counts}"
             )
-        if self.search == "release":
+        if self.search == "release" and self.profile is None:
             bayesian_optimization()
         if self.profile is not None:
             space.from_skip_set(load_profile(self.profile, model.model).skip)

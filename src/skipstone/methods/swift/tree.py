@@ -25,7 +25,8 @@ def offered(confidence: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def max_leaves(max_drafts: int, threshold: Threshold, counts: Sequence[int]) -> int:
-    """Maximum number of runners-up. A chain goes on only after tokens with at least the threshold's confidence."""
+    """Maximum number of runners-up. A chain goes on only after tokens with more than the threshold's confidence; one of exactly
+    that may lose runners-up."""
     lowest = threshold if isinstance(threshold, float) else 0.0
     going_on = max(count for upper, count in zip((*CONFIDENCES, 1.0), counts, strict=True) if upper > lowest or upper == 1.0)
     return (max_drafts - 1) * (going_on - 1) + max(counts) - 1
