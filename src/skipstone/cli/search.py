@@ -1,4 +1,4 @@
-"""`skipstone search MODEL`: a layer set to draft with, found by measurement within a time, written into a profile."""
+"""`skipstone search MODEL`: finds a layer set to draft with by measurement and writes it into a profile."""
 
 import math
 import sys
@@ -73,9 +73,9 @@ def search(
             fastest = max(fastest, speed)
 
         result = searching.search(loaded, settings, seconds, out.with_name(out.name + ".trials"), report, trials)
-    best = result.best
-    if best is None:
-        raise ValueError(f"{len(result.trials)} trials are too few: no set was decoded with yet; go on with a larger budget")
+        best = result.best
+        if best is None:
+            raise ValueError(f"{len(result.trials)} trials are too few: no set was decoded yet; go on with a larger budget")
     about = {"speed": best.speed, "acceptance": best.acceptance, "matchness": best.matchness, "trials": len(result.trials)}
     save_profile(out, loaded, about, best.attention, best.mlp, model.name)
     if picture is not None:

@@ -15,8 +15,8 @@ class Stats:
 
     steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
     of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. overruled: 0 without verification.
-    Times are in seconds.
-    seconds_prefill_draft: the drafter's part of the prefill. seconds_outside, setup: as in `Step`, over all steps.
+    Times are in seconds. seconds_prefill_draft: the drafter's part of the prefill. seconds_outside, setup: as in `Step`, over
+    all steps.
     """
 
     tokens: int = 0

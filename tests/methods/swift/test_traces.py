@@ -14,8 +14,8 @@ from skipstone import Request, Sampling, Swift
 from skipstone.decoding.draft import Draft, RowVerdict
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.session import Session
+from skipstone.methods.drafting import bayesian_optimizer
 from skipstone.methods.drafting.layer_sets import LayerSetSpace, SearchObjective
-from skipstone.methods.swift import layer_set_search
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
 from skipstone.methods.swift.layer_set_search import ReleaseSearch, SwiftSearch
 from skipstone.methods.swift.swift import SwiftDrafter
@@ -65,14 +65,14 @@ class Library:
     def suggest(self) -> dict[str, float]:
         return {f"x{place}": place / 100 for place in range(44)}
 
-    def register(self, params: dict[str, float], target: float) -> None:
-        self.registered.append(([params[f"x{place}"] for place in range(44)], target))
+    def register(self, params: list[float], target: float) -> None:
+        self.registered.append((params, target))
 
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     fake = Library()
-    monkeypatch.setattr(layer_set_search, "bayesian_optimization", lambda: fake)
+    monkeypatch.setattr(bayesian_optimizer, "expect_package", lambda: fake)
     return fake
 
 
@@ -211,7 +211,7 @@ def test_the_library_itself_proposes_sets() -> None:
     """Without the stand-in: after three sets it suggests one of as many sublayers."""
     real = pytest.importorskip("bayes_opt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_set_search, "bayesian_optimization", lambda: real)
+        patch.setattr(bayesian_optimizer, "expect_package", lambda: real)
         search = ReleaseSearch(LayerSetSpace(6), 3, SearchObjective(by="matchness"), interval=4)
         for score in (0.5, 0.9, 0.2):
             search.observe(search.propose(), score, 50)

@@ -379,8 +379,8 @@ def test_presets_are_the_papers_and_unknown_ones_are_refused() -> None:
 
 
 def test_the_papers_schedule_is_adam_with_a_warm_up_and_half_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: 300 answers of one token, of which 285 train in batches of 128, 128 and 29. So 100 epochs are 300 steps: nine
-    warm up to .005, the others follow half a cosine, whose middle is between the steps 154 and 155."""
+    """By hand: of 300 answers of one token 285 train, in batches of 128, 128 and 29. So 100 epochs are 300 steps. Nine warm up
+    to .005. The others follow half a cosine; its middle is between the steps 154 and 155."""
     rates, sizes = list[float](), list[int]()
     model = ModelRunner(llama(), "eager")
     heads = ExitHeads(new_card(model, (1, 2), "square"))

@@ -370,7 +370,7 @@ def quantised_bytes(model: Any, quantize: str) -> int:
 
 
 def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:
-    """Bytes of one matrix as "int8" or "int4", or as it is."""
+    """Bytes of one matrix as "int8" or "int4"; for None those of its dtype."""
     bytes_of_32 = {"int8": 34, "int4": 20}.get(quantize or "", 32 * matrix.element_size())
     return math.prod(matrix.shape) * bytes_of_32 // 32
 

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from skipstone.methods.drafting.bayesian_optimizer import new_optimizer
 from skipstone.methods.drafting.layer_sets import LayerMask
-from skipstone.utils.extras import installed
 
 SKIP_ABOVE = 0.5  # a sublayer is skipped if its number is larger
 KAPPA = 2.576  # standard deviations that the acquisition function adds to the mean
-NOISE = 1e-2  # variance of one measurement, as a share of the variance of all
 
 
 class BayesianProposer:
@@ -23,8 +22,7 @@ class BayesianProposer:
     the seed only. ImportError without bayesian-optimization."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.package = installed("bayes_opt", "a Bayesian search needs bayesian-optimization", "search")
-        self.names, self.seed = [f"x{place}" for place in range(size)], seed
+        self.size, self.seed = size, seed
         self.targets: dict[tuple[float, ...], list[float]] = {}
 
     def observe(self, point: Sequence[float], target: float) -> None:
@@ -33,20 +31,15 @@ class BayesianProposer:
 
     def propose(self) -> list[float]:
         """The point with the highest upper confidence bound, a random one before the first observation."""
-        acquisition = self.package.acquisition.UpperConfidenceBound(kappa=KAPPA)
-        seed = self.seed + sum(map(len, self.targets.values()))
-        bounds = dict.fromkeys(self.names, (0.0, 1.0))
-        optimiser = self.package.BayesianOptimization(None, bounds, acquisition, random_state=seed, verbose=0)
-        optimiser.set_gp_params(alpha=NOISE)
+        optimizer = new_optimizer(self.size, KAPPA, self.seed + sum(map(len, self.targets.values())))
         for point, targets in self.targets.items():
-            optimiser.register(dict(zip(self.names, point, strict=True)), float(np.mean(targets)))
-        proposal = optimiser.suggest()
-        return [float(proposal[name]) for name in self.names]
+            optimizer.register(list(point), float(np.mean(targets)))
+        return list(map(float, optimizer.suggest().values()))
 
 
 def skipped_sublayers(point: Sequence[float]) -> LayerMask:
-    """The sublayers [size] whose number is above SKIP_ABOVE. If these are none or all, the number nearest to it changes sides:
-    drafting needs a sublayer to skip and one to run."""
+    """A sublayer [size] is skipped if its number is above SKIP_ABOVE. Drafting needs one to skip and one to run. If none or
+    all are above, the nearest one changes sides."""
     numbers = np.array(point)
     skipped = numbers > SKIP_ABOVE
     if skipped.all() or not skipped.any():

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -132,13 +132,7 @@ def search(
     return found
 
 
-class TrialSource(Protocol):
-    """Tries one set after the other."""
-
-    def next_trial(self) -> LayerSetResult: ...
-
-
-class LinearThompsonTrials(TrialSource):
+class LinearThompsonTrials:
     """Our search: judges the proposals of a linear model, and decodes with every thirteenth set."""
 
     def __init__(
@@ -180,7 +174,7 @@ class LinearThompsonTrials(TrialSource):
         return max(sets, key=lambda z: self.learner.objective(self.learner.estimate(z) or 0.0, z))
 
 
-class BayesianTrials(TrialSource):
+class BayesianTrials:
     """Draft & Verify's search: decodes with every proposal. The objective is tokens per second, over those of plain decoding at
     the beginning of the run."""
 

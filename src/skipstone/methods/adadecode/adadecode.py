@@ -284,8 +284,9 @@ class AdaDecodeDrafter(Drafter):
             return [], self.exits
         index, layer = self.exits[0]
         thresholds, transform = [self.method.confidence_threshold], self.heads.transform(index)
-        inputs = ChainInputs(chain.max_drafts, thresholds, self.sampler.eos, layer, None, transform, excludes_uncertain=True)
-        inputs.keep_states = True
+        inputs = ChainInputs(
+            chain.max_drafts, thresholds, self.sampler.eos, layer, None, transform, excludes_uncertain=True, keep_states=True
+        )
         drafts = forward.draft_greedily(inputs)
         if drafts is None:
             return [], self.exits

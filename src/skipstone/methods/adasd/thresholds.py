@@ -26,11 +26,9 @@ class RunningMean:
 
     def add(self, values: Sequence[float]) -> None:
         """Add the values of a draft, if it has any."""
-        self.total, self.count, self.additions = (
-            self.total + sum(values),
-            self.count + len(values),
-            self.additions + bool(values),
-        )
+        self.total += sum(values)
+        self.count += len(values)
+        self.additions += bool(values)
 
     @property
     def value(self) -> float:

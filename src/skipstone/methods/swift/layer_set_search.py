@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from skipstone.methods.drafting.bayesian_optimizer import NOISE, new_optimizer
 from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, SearchObjective
-from skipstone.utils.extras import installed
 
 
 @dataclass
@@ -121,7 +121,6 @@ class SwiftSearch(RandomSearch):
     """
 
     KAPPA: ClassVar[float] = 2.5  # upper confidence bound, in standard deviations
-    NOISE: ClassVar[float] = 1e-2  # variance of an observation, relative to the variance of all
     POINTS: ClassVar[int] = 200  # number of latest sets in the Gaussian process
     CANDIDATES: ClassVar[int] = 256  # number of sets to compare by the bound
     SCALES: ClassVar[int] = 8  # length scales of the kernel in the number of sublayers
@@ -164,7 +163,7 @@ class SwiftSearch(RandomSearch):
         """Upper confidence bounds [b] of sets `queries` [b, n], from sets `known` [a, n] with values [a]. They are in standard
         deviations of the values from their mean."""
         scale = values.std() or 1.0
-        inverse = np.linalg.inv(self._kernel(known, known) + self.NOISE * np.eye(len(known)))
+        inverse = np.linalg.inv(self._kernel(known, known) + NOISE * np.eye(len(known)))
         cross = self._kernel(queries, known)  # [b, a]
         weights = cross @ inverse
         mean, variance = weights @ ((values - values.mean()) / scale), np.maximum(1 - (weights * cross).sum(1), 0)
@@ -199,17 +198,8 @@ class ReleaseSearch(SwiftSearch):
 
     def forget(self) -> None:
         super().forget()
-        library, self.names = bayesian_optimization(), [f"x{place}" for place in range(self.space.size)]
-        self.optimizer = library.BayesianOptimization(
-            f=None,
-            pbounds=dict.fromkeys(self.names, (0, 1)),
-            acquisition_function=library.acquisition.UpperConfidenceBound(kappa=self.KAPPA),
-            random_state=self.RANDOM_STATE,
-            verbose=0,
-            allow_duplicate_points=True,
-        )
-        self.optimizer.set_gp_params(alpha=self.NOISE)
-        self.point: dict[str, float] | None = None  # the suggestion that the last proposal was rounded from
+        self.optimizer = new_optimizer(self.space.size, self.KAPPA, self.RANDOM_STATE)
+        self.point: list[float] | None = None  # the suggestion that the last proposal was rounded from
 
     def start(self) -> LayerMask:
         """Every second layer, for any skip ratio."""
@@ -219,15 +209,14 @@ class ReleaseSearch(SwiftSearch):
         self.point = None
         if self.observations % self.interval != self.interval - 1:
             return self.space.random(self.count, self.rng)
-        self.point = point = self.optimizer.suggest()
+        self.point = list(self.optimizer.suggest().values())
         skipped = np.zeros(self.space.size, dtype=bool)
-        skipped[np.argsort([-point[name] for name in self.names], kind="stable")[: self.count]] = True
+        skipped[np.argsort(-np.array(self.point), kind="stable")[: self.count]] = True
         return skipped
 
     def observe(self, skipped: LayerMask, matchness: float, positions: int) -> None:
         super().observe(skipped, matchness, positions)
-        point = self.point or dict(zip(self.names, skipped.astype(float).tolist(), strict=True))
-        self.optimizer.register(params=point, target=matchness)
+        self.optimizer.register(self.point or skipped.astype(float).tolist(), matchness)
 
 
 class LinearThompson(LayerSetSearch):
@@ -305,11 +294,6 @@ SEARCHES: dict[SearchName, type[LayerSetSearch]] = {
     "random": RandomSearch,
     "uniform": LayerSetSearch,
 }
-
-
-def bayesian_optimization() -> Any:
-    """The library of that name. ImportError if it is not installed."""
-    return installed("bayes_opt", "search=release needs bayesian-optimization", "search")
 
 
 def _error(mean: Any, total: Any) -> Any:

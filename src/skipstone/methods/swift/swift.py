@@ -26,6 +26,7 @@ from skipstone.decoding.settings import RejectionRule, setting, whole_numbers
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.model_runner import ModelRunner, unwrapped
+from skipstone.methods.drafting.bayesian_optimizer import expect_package
 from skipstone.methods.drafting.candidates import layer_candidate
 from skipstone.methods.drafting.chain import replay_hidden_states
 from skipstone.methods.drafting.chain_stop_rule import Threshold
@@ -33,7 +34,7 @@ from skipstone.methods.drafting.layer_sets import LayerMask, LayerSetSpace, load
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.swift.layer_set_optimisation import LayerSetOptimisation
-from skipstone.methods.swift.layer_set_search import SEARCHES, SearchName, bayesian_optimization
+from skipstone.methods.swift.layer_set_search import SEARCHES, SearchName
 from skipstone.methods.swift.presets import PAPER, RELEASE
 from skipstone.methods.swift.tree import CONFIDENCES, max_leaves, with_leaves
 from skipstone.models.passes import SkipSet
@@ -97,7 +98,7 @@ class Swift(ShortlistMethod):
                 f"candidate_counts must be {len(CONFIDENCES) + 1} numbers of at least 1, found {self.candidate_counts}"
             )
         if self.search == "release" and self.profile is None:
-            bayesian_optimization()
+            expect_package()
         if self.profile is not None:
             space.from_skip_set(load_profile(self.profile, model.model).skip)
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -198,24 +198,15 @@ class Preset(LayerSkipRecipe):
         return self.gpus and self.batch_size * self.gpus
 
 
+_SCRATCH = Preset(
+    LayerDropout(0.1, "exponential"), EarlyExitLoss(0.2, "rotational", None), learning_rate=8e-4, undropped_rate=4e-4, gpus=32
+)
 PRESETS: dict[str, Preset] = {
     "continual": Preset(LayerDropout(0.1), EarlyExitLoss(0.2, "rotational", 8), learning_rate=3e-5, gpus=64),
     "continual-13b": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 39), learning_rate=2e-5, gpus=64),
     "continual-llama3": Preset(LayerDropout(0.1), EarlyExitLoss(0.1, "rotational", 8), learning_rate=3e-5),
-    "scratch": Preset(
-        LayerDropout(0.1, "exponential"),
-        EarlyExitLoss(0.2, "rotational", None),
-        learning_rate=8e-4,
-        undropped_rate=4e-4,
-        gpus=32,
-    ),
-    "scratch-7b": Preset(
-        LayerDropout(0.2, "exponential"),
-        EarlyExitLoss(0.2, "rotational", None),
-        learning_rate=8e-4,
-        undropped_rate=3e-4,
-        gpus=32,
-    ),
+    "scratch": _SCRATCH,
+    "scratch-7b": replace(_SCRATCH, dropout=LayerDropout(0.2, "exponential"), undropped_rate=3e-4),
     "code": Preset(
         LayerDropout(0.1), EarlyExitLoss(1.0, "rotational", 16), learning_rate=1e-4, gpus=32, context=2048, steps=10_000
     ),
