@@ -89,7 +89,7 @@ def expect_model(name: str | None) -> None:
     if name is None:
         return
     from skipstone.models.fetching import fetch, hub_name
-    from skipstone.models.gguf import expect_gguf
+    from skipstone.models.gguf.transformers_loading import expect_gguf
 
     path = Path(name).expanduser()
     if path.is_file():

@@ -28,11 +28,12 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models import gguf, torch_defaults
+from skipstone.models import torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.device_map import usable_device
 from skipstone.models.fetching import cached_folder, hub_name, not_found_error
 from skipstone.models.generation_config import FILE, KEPT_DEFAULTS, read_generation_config, refuse_small_values
+from skipstone.models.gguf import transformers_loading as gguf
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised_checkpoints import expect_loadable
 from skipstone.models.tensor_parallel import cannot_share

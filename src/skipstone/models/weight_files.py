@@ -1,6 +1,5 @@
 """The safetensors files of a checkpoint. They are mapped, so a tensor is read from the disk when its values are used."""
 
-import hashlib
 import json
 import mmap
 import os
@@ -9,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-from weakref import finalize
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from skipstone.models.mapped_files import MappedFiles
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of a checkpoint's only file, and of the list of its files."""
@@ -39,7 +39,7 @@ class FilePlace(NamedTuple):
     offset: int
 
 
-class WeightFiles:
+class WeightFiles(MappedFiles):
     """The tensors of some safetensors files by name. OSError for a file that cannot be read; safetensors' own error for another
     kind of file.
 
@@ -47,17 +47,9 @@ class WeightFiles:
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._paths = [path.resolve() for path in paths]
-        self._handles: list[int] = []
-        for path in self._paths:
-            self._handles.append(os.open(path, os.O_RDONLY))
-            finalize(self, os.close, self._handles[-1])
-        self._states = [_state(os.fstat(handle)) for handle in self._handles]
+        super().__init__(paths)
         self._headers = [*map(_header, self._handles)]
-        self.identity = [
-            [str(path), size, changed, hashlib.sha256(header).hexdigest()]
-            for path, (_, size, changed), header in zip(self._paths, self._states, self._headers, strict=True)
-        ]
+        self.identity = self._identity(self._headers)
         for path in self._paths:
             safe_open(path, "pt")  # checks the header; its tensors would be read ahead from the disk
         self._places = {
@@ -111,18 +103,6 @@ class WeightFiles:
         """The names of all tensors."""
         return list(self._places)
 
-    def are_unwritten(self) -> bool:
-        """Whether nobody has written into the mapped files. Other files may have taken their paths. Pages that are overwritten
-        with the old time of the last change are not seen."""
-        return [_state(os.fstat(handle)) for handle in self._handles] == self._states
-
-    def is_current(self) -> bool:
-        """Whether the paths still lead to the files that were opened, and nobody has written into them."""
-        try:
-            return [_state(path.stat()) for path in self._paths] == self._states
-        except OSError:
-            return False
-
 
 def weight_files(folder: Path) -> WeightFiles:
     """The weights of a checkpoint in a folder. OSError without safetensors files."""
@@ -131,11 +111,6 @@ def weight_files(folder: Path) -> WeightFiles:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return WeightFiles(folder / name for name in dict.fromkeys(names))
     return WeightFiles([folder / SINGLE])
-
-
-def _state(found: os.stat_result) -> tuple[int, int, int]:
-    """(inode, size in bytes, time of the last change in nanoseconds)"""
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _header(handle: int) -> bytes:

@@ -1,0 +1,43 @@
+"""Files that stay open and mapped while a model uses their weights."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from weakref import finalize
+
+
+class MappedFiles:
+    """Open files whose tensors are read when they are used. OSError for a file that cannot be opened."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path.resolve() for path in paths]
+        self._handles: list[int] = []
+        for path in self._paths:
+            self._handles.append(os.open(path, os.O_RDONLY))
+            finalize(self, os.close, self._handles[-1])
+        self._states = [_state(os.fstat(handle)) for handle in self._handles]
+
+    def _identity(self, headers: Iterable[bytes | memoryview]) -> list[list[str | int]]:
+        """Paths, sizes, times of the last change in nanoseconds, and hashes of the headers, as plain JSON values."""
+        return [
+            [str(path), size, changed, hashlib.sha256(header).hexdigest()]
+            for path, (_, size, changed), header in zip(self._paths, self._states, headers, strict=True)
+        ]
+
+    def are_unwritten(self) -> bool:
+        """Whether nobody has written into the mapped files. Other files may have taken their paths. Pages that are overwritten
+        with the old time of the last change are not seen."""
+        return [_state(os.fstat(handle)) for handle in self._handles] == self._states
+
+    def is_current(self) -> bool:
+        """Whether the paths still lead to the files that were opened, and nobody has written into them."""
+        try:
+            return [_state(path.stat()) for path in self._paths] == self._states
+        except OSError:
+            return False
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    """(inode, size in bytes, time of the last change in nanoseconds)"""
+    return found.st_ino, found.st_size, found.st_mtime_ns
