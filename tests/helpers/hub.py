@@ -69,6 +69,7 @@ class Hub:
 
 ROUTES = (
     ("GET", r"/api/agent-harnesses", "none"),
+    ("GET", r"/api/models/([^/]+/[^/]+)/commits/.+", "none"),
     ("POST", r"/api/repos/create", "create"),
     ("POST", r"/api/validate-yaml", "validate"),
     ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
@@ -152,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Answer(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return repo, found
 
-    def none(self) -> None:
+    def none(self, *_: str) -> None:
         """What the client asks for by itself and does without."""
         raise Answer(404)
 
@@ -259,14 +260,20 @@ def serving(monkeypatch: pytest.MonkeyPatch, cache: Any) -> Iterator[Hub]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     use(monkeypatch, hub.address, cache)
-    fetching.fetch.cache_clear()
+    forget()
     try:
         yield hub
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
-        fetching.fetch.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    """Forget the commits that this process keeps of the hub's names."""
+    fetching.fetch.cache_clear()
+    fetching.fetch_gguf.cache_clear()
 
 
 def use(monkeypatch: pytest.MonkeyPatch, address: str, cache: Any) -> None:

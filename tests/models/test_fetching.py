@@ -39,7 +39,11 @@ NAMES: dict[str, HubName | None] = {
     "org/na.me-1_b@refs/pr/1": HubName("org/na.me-1_b", "refs/pr/1"),
     "gpt2": HubName("gpt2", None),
     "gpt2@v1": HubName("gpt2", "v1"),
-    **dict.fromkeys(("", "./name", "../name", "/org/name", "a/b/c", "org/name@", "@v1", "org/na me", "a@b@c", "~/a")),
+    "org/name:Q4_K_M": HubName("org/name", None, "Q4_K_M"),
+    "org/name@v1:q8_0": HubName("org/name", "v1", "q8_0"),
+    **dict.fromkeys(
+        ("", "./name", "../name", "/org/name", "a/b/c", "org/name@", "@v1", "org/na me", "a@b@c", "~/a", "a:b:c", "a/b:")
+    ),
 }
 
 
@@ -112,6 +116,58 @@ def test_files_that_the_hubs_cache_lacks_are_fetched_once_for_a_mapped_model(hub
     assert len(hub.asked) == asked
     named, _ = load_for_decoding("me/model@main")
     assert (named.config.name_or_path, vocabulary(named.config.name_or_path)) == ("me/model", words.get_vocab())
+
+
+QUANTISED = (
+    *("small-Q4_K_M.gguf", "small-UD-Q4_K_M.gguf", "small.q8_0.gguf", "IQ4_XS/small-00001-of-00002.gguf", "mmproj-BF16.gguf"),
+    *("IQ4_XS/small-00002-of-00002.gguf", "small-Q6_K-00002-of-00002.gguf", "small-Q6_K-00001-of-00002.gguf"),
+    *("one-F16.gguf", "two-F16.gguf", "imatrix.gguf", "README.md"),
+)
+TAGS = {
+    "Q4_K_M": QUANTISED[:1],
+    "ud-q4_k_m": QUANTISED[1:2],
+    "small-Q4_K_M": QUANTISED[:1],
+    "Q8_0": QUANTISED[2:3],
+    "iq4_xs": (QUANTISED[3], QUANTISED[5]),
+    "q6_k": (QUANTISED[7], QUANTISED[6]),
+    "one-f16": QUANTISED[8:9],
+}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_tag_picks_a_gguf_file_with_all_its_parts(tag: str, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("me/files", {file: file.encode() for file in QUANTISED}).commit("v2", {}, "emptied")
+    commit = hub.repos["me/files"].branches["main"]
+    for is_offline in (False, True):
+        stand_in.forget()
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", is_offline)
+        path = Path(fetching.local_model(f"me/files@main:{tag}"))
+        folder = path.parents[TAGS[tag][0].count("/")]
+        assert path == folder / TAGS[tag][0]
+        assert folder.name == commit
+        cached = {one.relative_to(folder).as_posix(): one.read_bytes().decode() for one in folder.rglob("*.gguf")}
+        assert cached == {file: file for file in TAGS[tag]}
+
+
+def test_a_tag_that_picks_no_single_file_lists_the_tags(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = dict.fromkeys(QUANTISED, b"GGUF")
+    hub.add("me/files", files)
+    hub.add("me/both", files | {"config.json": (model_folder(tmp_path) / "config.json").read_bytes()})
+    tags = "F16, IQ4_XS, Q4_K_M, Q6_K, UD-Q4_K_M, q8_0"
+    failures = {
+        "me/files:Q5_0": f"me/files has no GGUF file Q5_0: it has {tags}",
+        "me/files:f16": "me/files has several GGUF files f16: name one by all of its name, such as me/files:one-F16",
+        "me/files": f"me/files has GGUF files in the place of safetensors, {tags}: name one of them, such as me/files:Q4_K_M",
+        "me/both": f"me/both has GGUF files in the place of safetensors, {tags}: name one of them, such as me/both:Q4_K_M",
+        "me/files@v9:Q8_0": "me/files@v9: no folder or file here, and me/files has no revision 'v9' on the hub",
+    }
+    for name, message in failures.items():
+        with pytest.raises(OSError) as caught:
+            skipstone.load(name)
+        assert str(caught.value) == message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="the hub is not asked"):
+        skipstone.load("me/files:Q8_0")
 
 
 @pytest.mark.parametrize("method", ["self_speculative", "swift"])

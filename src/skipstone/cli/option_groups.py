@@ -88,10 +88,10 @@ def expect_model(name: str | None) -> None:
     """OSError if there is no model of this name. It is checked before torch is imported."""
     if name is None:
         return
-    from skipstone.models.fetching import fetch, hub_name
+    from skipstone.models.fetching import fetch, hub_name, local_model
     from skipstone.models.gguf.transformers_loading import expect_gguf
 
-    path = Path(name).expanduser()
+    path = Path(local_model(name)).expanduser()
     if path.is_file():
         expect_gguf(path)
     elif path.exists():
@@ -105,7 +105,7 @@ def expect_model(name: str | None) -> None:
         fetch(name, CONFIG)
 
 
-MODEL = argument("A folder or a hub id. Default: the bundled model.", None, metavar="MODEL")
+MODEL = argument("A folder, a hub id or a .gguf file. Default: the bundled model.", None, metavar="MODEL")
 DTYPE = option("auto", "auto is the checkpoint's.", choices=DTYPES)
 DEVICE = option("auto", "auto is cuda where there is one, else cpu.")
 ENGINE = option("auto", "auto is native where it can run the model.", choices=ENGINES)

@@ -31,7 +31,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import torch_defaults
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.device_map import usable_device
-from skipstone.models.fetching import cached_folder, hub_name, not_found_error
+from skipstone.models.fetching import cached_folder, choose_gguf_error, hub_name, local_model, not_found_error
 from skipstone.models.generation_config import FILE, KEPT_DEFAULTS, read_generation_config, refuse_small_values
 from skipstone.models.gguf import transformers_loading as gguf
 from skipstone.models.known_types import REFUSED
@@ -70,7 +70,8 @@ def load(  # noqa: PLR0913
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
-    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION) or a .gguf file; None for the bundled model, skipstone-nano.
+    name: a folder, a hub id (ORG/NAME or ORG/NAME@REVISION; with :Q4_K_M a GGUF file of the repository) or a .gguf file; None
+    for the bundled model, skipstone-nano.
     dtype: of the weights; "auto" is the checkpoint's, and float32 for the bundled model and for .gguf files, which are
     unpacked. Other weights are read from safetensors only.
     device_map: places layers on several devices, on the CPU or on disk: transformers' "auto", or module names and devices.
@@ -167,6 +168,8 @@ def _explained_errors(
             raise type(error)(f"{what} cannot be loaded: {reason}") from error
         if isinstance(error, OSError) and error.filename is not None:
             raise
+        if isinstance(error, OSError) and not Path(place).exists() and (choose_gguf := choose_gguf_error(place)) is not None:
+            raise choose_gguf from error
         guess = "if no option is wrong," if type(error) is ValueError else "a file is corrupt, missing or does not fit:"
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{what} cannot be loaded ({_cause(error, config or {})}): {guess} {remedy}") from error
@@ -242,6 +245,8 @@ def _read_config(name: str, revision: str | None) -> dict[str, Any]:
         if Path(name).exists():
             raise
         raise not_found_error(name if revision is None else f"{name}@{revision}", error, "config.json") from error
+    if not config and not Path(name).exists() and (choose_gguf := choose_gguf_error(name)) is not None:
+        raise choose_gguf
     text = config.get("text_config")
     refuse_sizes(SimpleNamespace(**(text if isinstance(text, dict) else config)), f"the checkpoint {name}")
     return config
@@ -335,7 +340,7 @@ def expect_config(name: str | Path) -> None:
 def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:
     """(folder or repository, options of transformers: the name of a GGUF file or the revision of a hub id). OSError for other
     names."""
-    path = Path(name).expanduser()
+    path = Path(local_model(name)).expanduser()
     if path.is_file():
         return str(path.parent), gguf.options(path)
     if path.exists():

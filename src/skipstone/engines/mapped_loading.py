@@ -14,6 +14,7 @@ from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, packed_cache
 from skipstone.engines.native.weights import QUANTIZED, packed_weights, quantised_bytes
+from skipstone.models.fetching import local_model
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
@@ -110,6 +111,7 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
 
 def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path]:
     """A mapped model and its folder. One of UNREADABLE if transformers must load it."""
+    name = None if name is None else local_model(name)
     folder = NANO if name is None else _folder_of(name)
     config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
     config.name_or_path = str(folder if name is None else name)

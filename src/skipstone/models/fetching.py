@@ -1,14 +1,19 @@
-"""Files from repositories of the Hugging Face hub: ids with a revision, downloads, and one-sentence errors."""
+"""Files from repositories of the Hugging Face hub: ids with a revision or a GGUF file's tag, downloads, one-sentence errors."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@]+))?")
-"""A hub id (ORG/NAME or NAME), optionally with @REVISION."""
+NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@([^\s@:]+))?(?::([\w.-]+))?")
+"""A hub id (ORG/NAME or NAME), optionally with @REVISION and :TAG."""
+GGUF_FILE = re.compile(r"(?P<model>.*?)(?:-\d{5}-of-(?P<parts>\d{5}))?\.gguf")
+NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+"""In names of GGUF files that hold an image projector or an importance matrix."""
+TAG = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?:/[^/]*)?$", re.IGNORECASE)
+"""The quantisation in a GGUF model's path: at the end of its name, or its folder."""
 _UNREACHABLE = "the hub at {endpoint} cannot be reached{not_cached}"
 _OFFLINE = "the hub is not asked (HF_HUB_OFFLINE is set), and its cache here does not have {file} of {repo}"
 CLAUSES = {
@@ -25,22 +30,23 @@ COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class HubName(NamedTuple):
-    """repo: ORG/NAME. revision: a branch, a tag or a commit; None for the main branch."""
+    """repo: ORG/NAME. revision: a branch, a tag or a commit; None for the main branch. tag: quantisation of a GGUF file."""
 
     repo: str
     revision: str | None
+    tag: str | None = None
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Parse ORG/NAME or ORG/NAME@REVISION. None for a name that is no hub id."""
+    """Parse ORG/NAME, ORG/NAME@REVISION, or one of them with :TAG. None for a name that is no hub id."""
     match = NAME.fullmatch(str(name))
-    return None if match is None else HubName(match[1], match[2])
+    return None if match is None else HubName(*match.groups())
 
 
 def expect_repository(name: str) -> None:
     """ValueError unless a name is ORG/NAME."""
     meant = hub_name(name)
-    if meant is None or "/" not in meant.repo or meant.revision is not None:
+    if meant is None or "/" not in meant.repo or meant[1:] != (None, None):
         raise ValueError(f"a repository is ORG/NAME, found {name!r} (a branch is named by --revision)")
 
 
@@ -56,12 +62,12 @@ def fetch(name: str, *files: str) -> Path:
     from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage]
 
     meant = hub_name(name)
-    if meant is None:
+    if meant is None or meant.tag is not None:
         raise OSError(f"{name}: no folder or file here, and not a hub id either (ORG/NAME or ORG/NAME@REVISION)")
     folder, revision = None, meant.revision
     for file in files:
         try:
-            folder = Path(hf_hub_download(meant.repo, file, revision=revision)).parent
+            folder = Path(hf_hub_download(meant.repo, file, revision=revision)).parents[file.count("/")]
         except (OSError, ValueError, HTTPError) as error:
             raise not_found_error(name, error, file) from error
         revision = folder.name if COMMIT.fullmatch(folder.name) else revision  # the others are of the same commit
@@ -83,6 +89,83 @@ def fetch_optional(repo: str, commit: str, *files: str) -> None:
                     hf_hub_download(repo, file, revision=commit)
 
 
+def local_model(name: str | Path) -> str | Path:
+    """The path of the GGUF file that ORG/NAME:TAG means, downloaded if the hub's cache lacks it. Other names stay."""
+    meant = hub_name(name)
+    if meant is None or meant.tag is None or Path(name).exists():
+        return name
+    return fetch_gguf(str(name).removesuffix(f":{meant.tag}"), meant.tag)
+
+
+@cache
+def fetch_gguf(name: str, tag: str) -> Path:
+    """Download all parts of a GGUF model of a repository. Returns the path of the first one in the hub's cache.
+
+    name: ORG/NAME or ORG/NAME@REVISION. tag: what the file's name or its folder ends with, in any case, such as Q4_K_M. Errors
+    as of `fetch`; also an OSError if no model, or several ones, have the tag.
+    """
+    models = _gguf_models(_repository_files(name))
+    pattern = re.compile(rf"(?:^|[-._/]){re.escape(tag)}(?:/[^/]*)?$", re.IGNORECASE)
+    named = [model for model in models if pattern.search(model)]
+    chosen = [model for model in named if _tag_of(model).lower() == tag.lower()] or named
+    if len(chosen) == 1:
+        files = models[chosen[0]]
+        return fetch(name, *files) / files[0]
+    if chosen:
+        raise OSError(
+            f"{name} has several GGUF files {tag}: name one by all of its name, such as {name}:{Path(chosen[0]).name}"
+        )
+    raise OSError(f"{name} has no GGUF file {tag}: it has {', '.join(sorted({*map(_tag_of, models)})) or 'no GGUF files'}")
+
+
+def choose_gguf_error(name: str) -> OSError | None:
+    """An OSError for a repository that has GGUF files and no safetensors. None for others."""
+    try:
+        files = _repository_files(name)
+    except OSError:
+        return None
+    tags = sorted({*map(_tag_of, _gguf_models(files))})
+    if not tags or any(file.endswith(".safetensors") for file in files):
+        return None
+    words = f"{name} has GGUF files in the place of safetensors, {', '.join(tags)}: name one of them, such as"
+    return OSError(f"{words} {name}:{'Q4_K_M' if 'Q4_K_M' in tags else tags[0]}")
+
+
+def _repository_files(name: str) -> list[str]:
+    """Paths of a repository's files. If the hub cannot be reached, those in its cache. Errors as of `fetch`."""
+    from huggingface_hub import model_info, snapshot_download
+    from huggingface_hub.errors import HTTPError  # type: ignore[reportPrivateImportUsage]
+
+    meant = hub_name(name)
+    assert meant is not None
+    try:
+        return [one.rfilename for one in model_info(meant.repo, revision=meant.revision).siblings or ()]
+    except (OSError, ValueError, HTTPError) as error:
+        try:
+            folder = Path(snapshot_download(meant.repo, revision=meant.revision, local_files_only=True))
+        except (OSError, ValueError):
+            raise not_found_error(name, error) from error
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+
+
+def _gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
+    """All parts of each GGUF model among some files, by its path without the ending."""
+    models: dict[str, list[str]] = {}
+    for file in files:
+        match = GGUF_FILE.fullmatch(file)
+        if match is not None and NO_MODEL.search(file) is None:
+            model, parts = match["model"], match["parts"]
+            numbers = [""] if parts is None else [f"-{part:05d}-of-{parts}" for part in range(1, int(parts) + 1)]
+            models[model] = [f"{model}{number}.gguf" for number in numbers]
+    return models
+
+
+def _tag_of(model: str) -> str:
+    """The quantisation that a GGUF model's path names, else the model's name."""
+    match = TAG.search(model)
+    return Path(model).name if match is None else match[1]
+
+
 def local_or_fetched(source: str | Path, file: str) -> Path:
     """The local file, or a file of the hub if there is none and the name does not end in .json."""
     path = Path(source).expanduser()
@@ -100,7 +183,9 @@ def cached_folder(name: str, revision: str | None, file: str) -> Path | None:
 
 def not_found_error(name: str, error: BaseException, file: str | None = None) -> OSError:
     """An OSError with one sentence about a name that was not found. file: the requested file."""
-    return OSError(f"{name}: no folder or file here, and {explain_failure(name, error, file)}")
+    is_missing = any(type(one).__name__ == "RemoteEntryNotFoundError" for one in _chain(error))
+    choose_gguf = choose_gguf_error(name) if is_missing and file == "config.json" else None
+    return choose_gguf or OSError(f"{name}: no folder or file here, and {explain_failure(name, error, file)}")
 
 
 def explain_failure(name: str, error: BaseException, file: str | None = None) -> str:
