@@ -73,6 +73,7 @@ ROPE_KEYS = {
     "llama3": frozenset(
         {"rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
+    "factors": frozenset({"rope_type", "rope_theta", "factors"}),  # of GGUF files: a divisor for each frequency
 }
 """Supported kinds of rotary phases, and their parameters. Older configs write "type" for "rope_type"."""
 HAVE_WINDOWS = ("mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gemma3_text")
@@ -87,7 +88,10 @@ class UnmappableError(Exception):
 
 
 class MappedConfig:
-    """The fields of a config as attributes, as transformers' config of the model type has them."""
+    """The fields of a config as attributes, as transformers' config of the model type has them.
+
+    norm_offset: added to the stored weights of norms, as in `LayerVariant`; GGUF files store their sums.
+    """
 
     sub_configs: Mapping[str, Any] = {}
     name_or_path = ""
@@ -100,7 +104,7 @@ class MappedConfig:
         if reason := _unsupported_field(kind, values):
             raise UnmappableError(reason)
         self._values = dict(values)
-        self.__dict__ |= {**_COMMON, **DEFAULTS[kind], **values}
+        self.__dict__ |= {**_COMMON, **DEFAULTS[kind], "norm_offset": LAYER_VARIANTS[kind].norm_offset, **values}
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         sizes = map(self.__dict__.get, (*_SIZES, "max_position_embeddings"))

@@ -17,8 +17,8 @@ from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 
 QKV_BIASES = ("qwen2",)
 """Model types whose queries, keys and values always have biases, and whose other matrices never have."""
-FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Tensors of older checkpoints that nothing reads."""
+FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_freqs\.weight$")
+"""Tensors that are no weights: of older checkpoints, which nothing reads, and of GGUF files, whose values are in the config."""
 ReadWeight = Callable[[str, tuple[int, ...]], nn.Parameter]
 """(name, expected shape) -> a weight of the checkpoint."""
 
@@ -46,11 +46,11 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """An RMS norm's weight and epsilon."""
+    """An RMS norm's weight and epsilon. offset: added to the weight."""
 
-    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+    def __init__(self, weight: nn.Parameter, epsilon: float, offset: float) -> None:
         super().__init__()
-        self.weight, self.variance_epsilon = weight, epsilon
+        self.weight, self.variance_epsilon, self.offset = weight, epsilon, offset
 
 
 class RotaryPhases(nn.Module):
@@ -78,6 +78,8 @@ def inverse_frequencies(parameters: dict[str, Any], head_dim: int) -> Tensor:
     frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
     if parameters["rope_type"] == "linear":
         return frequencies / parameters["factor"]
+    if parameters["rope_type"] == "factors":
+        return frequencies / torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu")
     if parameters["rope_type"] != "llama3":
         return frequencies
     factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -191,7 +193,7 @@ class MappedModel(nn.Module):
         return Linear(weight, self._weight(f"{name}.bias", (outputs,)) if bias else None)
 
     def _norm(self, name: str, size: int) -> Norm:
-        return Norm(self._weight(f"{name}.weight", (size,)), self.config.rms_norm_eps)
+        return Norm(self._weight(f"{name}.weight", (size,)), self.config.rms_norm_eps, self.config.norm_offset)
 
     def _decoder(self, config: MappedConfig) -> Any:
         decoder: Any = Part()

@@ -347,7 +347,7 @@ class NativeWeights:
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)
-        return self._floats(module.weight.detach().float() + self._recipe.norm_offset)
+        return self._floats(module.weight.detach().float() + self._number(module, "offset", self._recipe.norm_offset))
 
     def _floats(self, values: Tensor) -> int:
         """The address of a float32 copy."""

@@ -1,0 +1,216 @@
+"""What llama.cpp's architectures are to transformers: the values of config.json, and the names of the tensors.
+
+Defaults are llama.cpp's (src/llama-model.cpp and src/models/). Where it computes less than the original, the original's way is
+taken: Phi-3's windows.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from skipstone.models.gguf.reader import GgufFile
+from skipstone.models.mapped_config import FULL, SLIDING, UnmappableError
+
+MODEL_TYPES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "smollm3", "granite", "olmo2", "phi3", "gemma", "gemma2")},
+    "gemma3": "gemma3_text",
+}
+"""transformers' model types by llama.cpp's architectures. Mistral's files say llama."""
+INTERLEAVED = ("llama", "smollm3", "granite")
+"""Architectures whose files alternate the rows of the two halves of a rotated head."""
+TAKES_FACTORS = ("llama", "granite")
+"""Architectures whose rotary frequencies may be divided by the tensor FACTORS."""
+FACTORS = "rope_freqs.weight"
+WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
+"""Every such layer attends to the whole text, where a file does not say which layers do."""
+WIDE_DEPTHS = {"gemma2": 46, "gemma3": 62}
+"""Depths of the Gemma models (27B) that scale scores by the hidden size over the heads, not by the head's size."""
+_SIZES = {
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+}
+_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_GRANITE = {
+    "logits_scaling": "logit_scale",
+    "residual_multiplier": "residual_scale",
+    "embedding_multiplier": "embedding_scale",
+    "attention_multiplier": "attention.scale",
+}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OTHER_PARTS = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
+}
+_TITLE = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+class TensorSource(NamedTuple):
+    """Where a weight comes from. name: in the file. heads: rows of so many heads alternate between the halves of a head; 0 if
+    they are as in transformers."""
+
+    name: str
+    heads: int
+
+
+def config_values(file: GgufFile) -> dict[str, Any]:
+    """The values of config.json, for `MappedConfig`. UnmappableError for what the native engine does not run."""
+    fields = _Fields(file)
+    kind = file.architecture
+    values: dict[str, Any] = {"model_type": MODEL_TYPES[kind], "tie_word_embeddings": "output.weight" not in file.tensors}
+    values |= {name: fields.integer(key) for name, key in _SIZES.items()}
+    for name, key in _TOKENS.items():
+        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        values[name] = token if type(token) is int else None
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    if not 0 < layers <= len(file.tensors) or heads < 1 or "token_embd.weight" not in file.tensors:
+        raise UnmappableError("has no layers, heads or embeddings, or fewer than it says")
+    size = fields.integer("attention.key_length", values["hidden_size"] // heads)
+    if fields.integer("attention.value_length", size) != size:
+        raise UnmappableError("has values of another size than keys")
+    values |= {
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
+        "head_dim": size,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+    }
+    if kind == "granite":
+        values |= {name: fields.number(key, 0.0) or 1.0 for name, key in _GRANITE.items()}
+        values["attention_multiplier"] = fields.number("attention.scale", 0.0) or size**-0.5
+    return values | _windows(fields, layers) | _gemma(fields, values) | _rotary_phases(fields, size)
+
+
+def tensor_sources(file: GgufFile, config: Any) -> dict[str, TensorSource]:
+    """Where each weight comes from, by transformers' name, without tensors of unknown names. config: a `MappedConfig`."""
+    kind = file.architecture
+    parts = _PARTS | _OTHER_PARTS.get(kind, {})
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if kind in INTERLEAVED else {}
+    found = {}
+    for name in file.tensors:
+        layer, title, role = match.groups() if (match := _TITLE.fullmatch(name)) else (None, "", "")
+        known = parts.get(title) if layer else _NAMES.get(title)
+        if known:
+            place = f"model.layers.{layer}." if layer else ""
+            found[f"{place}{known}.{role}"] = TensorSource(name, heads.get(title, 0))
+    return found
+
+
+class _Fields:
+    """The hyper-parameters of a file's architecture."""
+
+    def __init__(self, file: GgufFile) -> None:
+        if file.architecture not in MODEL_TYPES:
+            raise UnmappableError(f"has the architecture {file.architecture!r}, which the native engine does not run")
+        self.file, self.kind = file, file.architecture
+        if self.get("attention.causal") is False or (
+            self.get("rope.scaling.finetuned", True) is False and self.kind == "granite"
+        ):
+            raise UnmappableError("has attention to later tokens, or no rotary phases")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A hyper-parameter of any type."""
+        return self.file.metadata.get(f"{self.kind}.{key}", default)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """UnmappableError for another type, and without a value."""
+        value = self.get(key, default)
+        if type(value) is not int or value < 0:
+            raise UnmappableError(f"has no single number {key}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """UnmappableError for another type, and without a value."""
+        value = self.get(key, default)
+        if type(value) is not float or not np.isfinite(value):
+            raise UnmappableError(f"has no single number {key}")
+        return value
+
+
+def _windows(fields: _Fields, layers: int) -> dict[str, Any]:
+    """The windows of attention, in which layers they are."""
+    window = fields.integer("attention.sliding_window", 4096 if fields.kind == "gemma2" else 0) or None
+    if fields.kind not in WINDOW_PERIODS:
+        return {} if window is None else {"sliding_window": window}
+    if window is None:
+        return {"layer_types": [FULL] * layers}
+    pattern = fields.get("attention.sliding_window_pattern", WINDOW_PERIODS[fields.kind])
+    if type(pattern) is int and pattern > 0:
+        slides = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    elif isinstance(pattern, np.ndarray) and len(pattern) == layers:
+        slides = pattern.tolist()
+    else:
+        raise UnmappableError("has a pattern of windows that does not fit its layers")
+    return {"sliding_window": window, "layer_types": [SLIDING if one else FULL for one in slides]}
+
+
+def _gemma(fields: _Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma's own values. Its files keep norms with their offset added."""
+    if not fields.kind.startswith("gemma"):
+        return {}
+    if fields.kind == "gemma":
+        return {"norm_offset": 0.0}
+    is_wide = values["num_hidden_layers"] == WIDE_DEPTHS[fields.kind]
+    scalar = values["hidden_size"] // values["num_attention_heads"] if is_wide else values["head_dim"]
+    attention, final = (50.0, 30.0) if fields.kind == "gemma2" else (0.0, 0.0)
+    return {
+        "norm_offset": 0.0,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", attention) or None,
+        "final_logit_softcapping": fields.number("final_logit_softcapping", final) or None,
+    }
+
+
+def _rotary_phases(fields: _Fields, size: int) -> dict[str, Any]:
+    """The rotary phases. size: of a head."""
+    scaling = fields.get("rope.scaling.type", "linear")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
+    if scaling not in ("linear", "none") or fields.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise UnmappableError(f"has rotary phases that are scaled by {scaling!r}, or amplified")
+    phases: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
+    if scaling == "linear" and factor != 1.0:
+        phases |= {"rope_type": "linear", "factor": factor}
+    if FACTORS in fields.file.tensors:
+        if fields.kind not in TAKES_FACTORS:
+            raise UnmappableError(f"has {FACTORS}, which its architecture does not have")
+        phases |= {"rope_type": "factors", "factors": (_factors(fields.file, size) * phases.pop("factor", 1.0)).tolist()}
+    rotated = fields.integer("rope.dimension_count", size)
+    if rotated != size:
+        phases["partial_rotary_factor"] = rotated / size
+    if fields.kind != "gemma3":
+        return {"rope_parameters": phases}
+    local = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
+    return {"rope_parameters": {FULL: phases, SLIDING: local}}
+
+
+def _factors(file: GgufFile, size: int) -> np.ndarray:
+    """[size / 2] float32 divisors of the rotary frequencies."""
+    stored = file.tensors[FACTORS]
+    if stored.kind != "F32" or stored.shape != (size // 2,):
+        raise UnmappableError(f"has {FACTORS} in {stored.kind} of shape {list(stored.shape)}, expected F32 and [{size // 2}]")
+    factors = stored.data.view("<f4")
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise UnmappableError(f"has {FACTORS} that are not positive")
+    return factors

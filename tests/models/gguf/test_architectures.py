@@ -1,0 +1,83 @@
+"""Models in GGUF files by llama.cpp's conventions have the logits of transformers' models."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.models.gguf.architectures import config_values, tensor_sources
+from skipstone.models.gguf.reader import GgufFile
+from skipstone.models.mapped_config import MappedConfig
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.passes import Pass
+from skipstone.models.weight_files import WeightFiles
+from tests.helpers import families
+from tests.helpers.gguf_files import write_model
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {"layer_types": None, "sliding_window": families.WINDOW, "head_dim": 12, "query_pre_attn_scalar": 12}
+LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied, wide heads": ("llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 100.0, **LLAMA3}}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"use_sliding_window": False}),
+    "smollm3": ("smollm3", {"use_sliding_window": False, "no_rope_layer_interval": 4}),
+    "granite": ("granite", {}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "gemma": ("gemma", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**GEMMA, "tie_word_embeddings": True}),
+    "gemma3": ("gemma3_text", {**GEMMA, "tie_word_embeddings": True}),
+    "gemma3 linear": ("gemma3_text", {**GEMMA, "rope_parameters": LINEAR}),
+}
+
+
+@pytest.mark.parametrize("variant", MODELS)
+def test_its_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    name, values = MODELS[variant]
+    path, expected = write_model(tmp_path / "model.gguf", families.build(name, layers=7, **values))
+    ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = expected(ids).logits[0]
+    found, from_modules = logits_of(model_of(path), ids), logits_of(expected, ids)
+    assert torch.allclose(found, logits, atol=1e-3)
+    if variant != "llama3":  # a file has quotients of its frequencies, which are rounded
+        assert torch.equal(found, from_modules)
+
+
+def model_of(path: Path) -> MappedModel:
+    file = GgufFile(path)
+    config = MappedConfig(config_values(file))
+    stored = {one.name: one for one in gguf.GGUFReader(path).tensors}
+    tensors = {}
+    for name, (own, heads) in tensor_sources(file, config).items():
+        rows = np.array(gguf.quants.dequantize(stored[own].data, stored[own].tensor_type))
+        if heads:
+            rows = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+        tensors[name] = torch.from_numpy(rows.copy())
+    save_file(tensors, path.with_suffix(".safetensors"))
+    return MappedModel(config, WeightFiles([path.with_suffix(".safetensors")]), None)
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """[T, V]"""
+    runner = ModelRunner(model, "native")
+    positions = torch.arange(ids.shape[1])[None]
+    store = KVCache(1, runner.depth, ids.shape[1])
+    store.reserve(ids.shape[1])
+    at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
+    return runner.logits(runner.run(runner.embed(ids, positions), at, store, range(runner.depth)))[0]
