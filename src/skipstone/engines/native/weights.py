@@ -29,6 +29,8 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""
 QUANTIZED = {"int8": 3, "int4": 4}
 """Types of quantised weights and their numbers in the C ABI."""
+BLOCKS = {"Q8_0": 3, "Q4_1": 4, "Q4_0": 5, "Q5_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
+"""GGUF's types of blocks that are computed as they are stored, and their numbers in the C ABI."""
 QUANTIZED_HEAD = "int8"
 """Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
 CHUNK = 128 << 20

@@ -143,10 +143,10 @@ inline uint16_t to_bfloat16(float x) {
 }
 
 inline void embed_token(const Model& m, int64_t token, float* to) {
-  if (m.embedding == nullptr && m.head.type == INT8) {
-    dequantize_output<Int8>(m.head.panels, m.hidden, token, to);
-  } else if (m.embedding == nullptr && m.head.type == INT4) {
-    dequantize_output<Int4>(m.head.panels, m.hidden, token, to);
+  const int64_t type = m.embedding == nullptr ? m.head.type : m.embedding_type;
+  if (type >= INT8) {
+    const void* panels = m.embedding == nullptr ? m.head.panels : m.embedding;
+    with_quantized(type, [&]<class T>() { dequantize_output<T>(panels, m.hidden, token, to); });
   } else if (m.embedding != nullptr) {
     for (int64_t k = 0; k < m.hidden; k++) to[k] = to_float32(m.embedding, m.embedding_type, token * m.hidden + k);
   } else {
@@ -613,7 +613,7 @@ static bool fits(int64_t rows, int64_t columns) {
 static bool any_null(std::initializer_list<const void*> pointers) { return std::count(pointers.begin(), pointers.end(), nullptr) > 0; }
 
 static bool is_matrix(const Matrix& one) {
-  return one.panels != nullptr && one.type >= FLOAT32 && one.type <= INT4 && one.outputs >= 1 && one.inputs >= 1 && fits(one.outputs, one.inputs);
+  return one.panels != nullptr && one.type >= FLOAT32 && one.type < TYPES && one.outputs >= 1 && one.inputs >= 1 && fits(one.outputs, one.inputs);
 }
 
 // Whether a transform and a shortlist fit a model; both may be null.
@@ -627,7 +627,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 6; }
+SK_EXPORT int64_t sk_abi() { return 7; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -643,9 +643,9 @@ SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs)
     case FLOAT32: return count * F32::panel(inputs) * 4;
     case BFLOAT16: return count * BF16::panel(inputs) * 2;
     case FLOAT16: return count * F16::panel(inputs) * 2;
-    case INT8: return count * panel_bytes<Int8>(groups_of(inputs));
-    case INT4: return count * panel_bytes<Int4>(groups_of(inputs));
-    default: return -1;
+    default:
+      if (type < INT8 || type >= TYPES) return -1;
+      return with_quantized(type, [&]<class T>() { return inputs % (T::UNIT == 1 ? 1 : T::UNIT * GROUP) ? -1 : count * panel_bytes<T>(groups_of(inputs)); });
   }
 }
 
@@ -656,36 +656,55 @@ static int64_t with_element(int64_t type, const Run& run) {
   return type == BFLOAT16 ? run(Bfloat16()) : run(Float16());
 }
 
-// `fill_panels` after a check of its arguments. E, P: element types of make's rows and panel.
+// `fill_panels` after a check of its arguments. E, P: element types of make's rows and panel. length: elements of a row.
 template <class E, class P, class Make>
-static int64_t fill_checked(int64_t type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, void* panels, int64_t threads,
-                           const Make& make) {
+static int64_t fill_checked(int64_t type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t length, void* panels, int64_t threads,
+                            int64_t inputs, const Make& make) {
   const int64_t size = sk_packed_bytes(type, LANES, inputs), width = sizeof(E);
   if (size < 0 || outputs < 0 || stride < 0 || !fits(outputs, stride) || !fits(outputs, inputs)) return BAD_ARGUMENT;
   if (outputs > 0 && inputs > 0 && (panels == nullptr || (file < 0 && source == nullptr))) return BAD_ARGUMENT;
   if (check_threads(threads) != OK) return BAD_THREADS;
-  const Source rows{file, reinterpret_cast<uintptr_t>(source), stride * width, inputs * width};
+  const Source rows{file, reinterpret_cast<uintptr_t>(source), stride * width, length * width};
   return fill_panels(rows, outputs, threads, panels, size, [&](const char* from, int64_t count, char* panel) {
     return make(reinterpret_cast<const E*>(from), count, reinterpret_cast<P*>(panel));
   });
 }
 
-// Packs weights into panels of a type that is not quantised: their own, or float32. source: the address of [outputs][inputs] of source_type,
+// The same for rows of GGUF's blocks, which lie next to each other. make: false for weights that the panel cannot have.
+template <class Make>
+static int64_t fill_from_blocks(int64_t type, int64_t file, const void* source, int64_t outputs, int64_t inputs, void* panels, int64_t threads,
+                                int64_t source_type, const Make& make) {
+  if (source_type >= TYPES) return BAD_ARGUMENT;
+  return with_quantized(source_type, [&]<class T>() -> int64_t {
+    if (inputs < 0 || inputs % (T::UNIT * GROUP)) return BAD_ARGUMENT;
+    const int64_t stride = inputs / (T::UNIT * GROUP) * T::STORED;
+    return fill_checked<uint8_t, uint8_t>(type, file, source, stride, outputs, stride, panels, threads, inputs, [&](const uint8_t* from, int64_t count, uint8_t* panel) {
+      return make.template operator()<T>(from, stride, count, panel) ? OK : BAD_WEIGHT;
+    });
+  });
+}
+
+// Packs weights into panels of their own type, or of float32. Blocks of GGUF (INT8: Q8_0, INT4: Q4_1) have panels of their own type only,
+// and no stride. BAD_WEIGHT if a code of INT8 is -128. source: the address of [outputs][inputs] of source_type,
 // rows `stride` elements apart; if `file` is a descriptor and not -1, their offset in that file. BAD_FILE if the file cannot be read or is
 // too short. Panels do not depend on one another, so calls may pack ranges of outputs that begin at multiples of 16. A call on one thread
 // leaves the other threads to other calls.
 SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
                           void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type < FLOAT32 || source_type < FLOAT32 || source_type > FLOAT16 || (type != source_type && type != FLOAT32)) return BAD_ARGUMENT;
+    if (type < FLOAT32 || source_type < FLOAT32 || (type != source_type && (type != FLOAT32 || source_type > FLOAT16))) return BAD_ARGUMENT;
+    if (type >= INT8)
+      return fill_from_blocks(type, file, source, outputs, inputs, panels, threads, type, [&]<class T>(const uint8_t* from, int64_t stride, int64_t count, uint8_t* panel) {
+        return pack_blocks<T>(from, stride, count, inputs, panel);
+      });
     if (type != FLOAT32)
-      return fill_checked<uint16_t, uint16_t>(type, file, source, stride, outputs, inputs, panels, threads, [&](const uint16_t* from, int64_t count, uint16_t* panel) {
+      return fill_checked<uint16_t, uint16_t>(type, file, source, stride, outputs, inputs, panels, threads, inputs, [&](const uint16_t* from, int64_t count, uint16_t* panel) {
         pack_panel(from, stride, count, inputs, type == BFLOAT16, panel);
         return OK;
       });
     return with_element(source_type, [&](auto element) {
       using E = decltype(element);
-      return fill_checked<E, float>(type, file, source, stride, outputs, inputs, panels, threads, [&](const E* from, int64_t count, float* panel) {
+      return fill_checked<E, float>(type, file, source, stride, outputs, inputs, panels, threads, inputs, [&](const E* from, int64_t count, float* panel) {
         widen_panel(from, stride, count, inputs, panel);
         return OK;
       });
@@ -693,14 +712,19 @@ SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const
   });
 }
 
-// The same for panels of type INT8 or INT4. BAD_WEIGHT if a weight is not finite, or too large for a float16 scale.
+// The same for panels of type INT8 or INT4. BAD_WEIGHT if a weight is not finite, or too large for a float16 scale, and for blocks as in
+// sk_pack.
 SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
                               void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type < INT8 || source_type < FLOAT32 || source_type > FLOAT16) return BAD_ARGUMENT;
+    if (type < INT8 || type > INT4 || source_type < FLOAT32) return BAD_ARGUMENT;
+    if (source_type >= INT8)
+      return fill_from_blocks(type, file, source, outputs, inputs, panels, threads, source_type, [&]<class T>(const uint8_t* from, int64_t stride, int64_t count, uint8_t* panel) {
+        return type == INT8 ? requantize_panel<Int8, T>(from, stride, count, inputs, panel) : requantize_panel<Int4, T>(from, stride, count, inputs, panel);
+      });
     return with_element(source_type, [&](auto element) {
       using E = decltype(element);
-      return fill_checked<E, uint8_t>(type, file, source, stride, outputs, inputs, panels, threads, [&](const E* from, int64_t count, uint8_t* panel) {
+      return fill_checked<E, uint8_t>(type, file, source, stride, outputs, inputs, panels, threads, inputs, [&](const E* from, int64_t count, uint8_t* panel) {
         const auto quantize = type == INT8 ? quantize_panel<Int8, E> : quantize_panel<Int4, E>;
         return quantize(from, stride, count, inputs, panel) ? OK : BAD_WEIGHT;
       });

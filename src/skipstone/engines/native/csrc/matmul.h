@@ -11,15 +11,13 @@
 #include "simd.h"
 
 namespace sk {
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4 };
-
 struct Matrix {
   const void* panels;  // null: no such matrix
   const float* bias;   // [outputs] or null
   int64_t outputs, inputs;
   int64_t type;
   int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
-  bool quantized() const { return type == INT8 || type == INT4; }
+  bool quantized() const { return type >= INT8; }
   const char* panel(int64_t index) const;  // address of a panel
 };
 
@@ -48,8 +46,7 @@ inline const char* Matrix::panel(int64_t index) const {
   const int64_t bytes = type == FLOAT32    ? F32::panel(inputs) * 4
                         : type == BFLOAT16 ? BF16::panel(inputs) * 2
                         : type == FLOAT16  ? F16::panel(inputs) * 2
-                        : type == INT8     ? panel_bytes<Int8>(groups_of(inputs))
-                                           : panel_bytes<Int4>(groups_of(inputs));
+                                           : with_quantized(type, [&]<class T>() { return panel_bytes<T>(groups_of(inputs)); });
   return static_cast<const char*>(panels) + index * bytes;
 }
 
@@ -176,8 +173,7 @@ inline void matmul(const Matrix& m, Rows& rows, float* y, int64_t ys, int64_t fi
     case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, capacity, next); break;
     case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
     case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
-    case INT8: quantized_panels<Int8>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); break;
-    default: quantized_panels<Int4>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); break;
+    default: with_quantized(m.type, [&]<class T>() { quantized_panels<T>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); });
   }
   if (m.bias == nullptr) return;
   const int64_t stop = std::min(last * LANES, m.outputs);
@@ -193,18 +189,22 @@ inline void copy_lane(const char* from, int64_t from_lane, char* to, int64_t to_
 // Copies some outputs of a matrix into new panels, bit for bit. ids [count]: of the outputs. panels: all 0.
 inline void take(const Matrix& m, const int64_t* ids, int64_t count, char* panels) {
   const Matrix target{panels, nullptr, count, m.inputs, m.type};
-  const int64_t groups = groups_of(m.inputs), unit = m.type == FLOAT16 ? 2 : 4;
-  const int64_t scales = m.type == INT8 ? groups : m.type == INT4 ? 2 * groups : 0;  // rows of float16 numbers
-  const int64_t start = m.type == INT8 ? scales_bytes<Int8>(groups) : m.type == INT4 ? scales_bytes<Int4>(groups) : 0;
-  const int64_t rows = m.type == INT8       ? groups * Int8::BLOCKS
-                       : m.type == INT4     ? groups * Int4::BLOCKS
-                       : m.type == BFLOAT16 ? (m.inputs + 1) / 2  // pairs of inputs
-                                            : m.inputs;
+  const int64_t groups = groups_of(m.inputs);
   for (int64_t i = 0; i < count; i++) {
     const char* from = m.panel(ids[i] / LANES);
     char* to = const_cast<char*>(target.panel(i / LANES));
-    copy_lane(from, ids[i] % LANES, to, i % LANES, scales, 2);
-    copy_lane(from + start, ids[i] % LANES, to + start, i % LANES, rows, unit);
+    const auto copy_rows = [&](int64_t begin, int64_t rows, int64_t unit) { copy_lane(from + begin, ids[i] % LANES, to + begin, i % LANES, rows, unit); };
+    if (m.type == FLOAT16) copy_rows(0, m.inputs, 2);
+    else if (!m.quantized()) copy_rows(0, m.type == BFLOAT16 ? (m.inputs + 1) / 2 : m.inputs, 4);  // bfloat16: pairs of inputs
+    else with_quantized(m.type, [&]<class T>() {
+      int64_t begin = 0;
+      for (int64_t unit = 0; unit < (groups + T::UNIT - 1) / T::UNIT; unit++)
+        for (int width : T::ROWS) {
+          copy_rows(begin, 1, width);
+          begin += width * LANES;
+        }
+      copy_rows(scales_bytes<T>(groups), groups * T::BLOCKS, 4);
+    });
   }
 }
 }  // namespace sk
