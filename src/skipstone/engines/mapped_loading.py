@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
@@ -81,7 +82,8 @@ def expect_memory(model: MappedModel, quantize: str | None) -> None:
             return
         needed = quantised_bytes(model, quantize)
     else:
-        needed = sum(one.numel() for one in packed_weights(model)) * model.dtype.itemsize
+        itemsize = None if model.widens_to is None else model.widens_to.itemsize
+        needed = quantised_bytes(model, None) if itemsize is None else itemsize * sum(map(Tensor.numel, packed_weights(model)))
     if quantize != "int4":
         remedy += f", or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
     available = available_memory_bytes()

@@ -1,4 +1,4 @@
-"""A decoder whose weights are mapped safetensors files. Only the native engine runs it: its modules have no forward.
+"""A decoder whose weights are mapped files. Only the native engine runs it: its modules have no forward.
 
 The modules and parameters have transformers' names. Nothing here imports transformers, which takes seconds.
 """
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.models.families import Family, InputStep, RotarySource
+from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.layer_variants import ACTIVATIONS
 from skipstone.models.mapped_config import SLIDING, MappedConfig, UnmappableError
+from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 
 QKV_BIASES = ("qwen2",)
@@ -116,21 +118,23 @@ class MappedModel(nn.Module):
 
     config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. places: where the files
     have a weight, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
-    report_packed: an engine calls it with the number of weights in each matrix that it has packed. Weights keep the dtype of
-    the files, and the engine widens them to the model's.
+    report_packed: an engine calls it with the number of weights in each matrix that it has packed. Weights keep the types of
+    the files. widens_to: the dtype that the engine widens them to, the model's; None if it computes every type as it is stored.
     """
 
     name_or_path = ""
     report_packed: Callable[[int], None] | None = None
 
     def __init__(
-        self, config: MappedConfig, files: WeightFiles, generation_config: Any, dtype: torch.dtype | None = None
+        self, config: MappedConfig, files: WeightFiles | GgufWeights, generation_config: Any, dtype: torch.dtype | None = None
     ) -> None:
-        """dtype: of the model; None for the config's, else that of the files."""
+        """dtype: of the model; None for the config's, else that of the files. A GGUF file's is float32."""
         super().__init__()
         self.config, self.files, self.generation_config, self.caches_panels = config, files, generation_config, True
         self.places: dict[Tensor, FilePlace] = {}
-        self._dtype, self._unread = dtype or _stored_dtype(config, files), set(files.names)
+        self._dtype = torch.float32 if isinstance(files, GgufWeights) else dtype or _stored_dtype(config, files)
+        self.widens_to = None if isinstance(files, GgufWeights) else self._dtype
+        self._unread = set(files.names)
         self.model = self._decoder(config)
         self.lm_head = Linear(self.model.embed_tokens.weight)
         if not config.tie_word_embeddings:
@@ -184,8 +188,9 @@ class MappedModel(nn.Module):
         if self._dtype not in (stored.dtype, torch.float32):
             raise UnmappableError(f"has {name} in {stored.dtype}, expected {self._dtype}")
         self._unread.discard(name)
-        weight = nn.Parameter(stored, requires_grad=False)
-        self.places[weight] = self.files.file_place(name)
+        weight: Any = stored if isinstance(stored, PackedWeight) else nn.Parameter(stored, requires_grad=False)
+        if (place := self.files.file_place(name)) is not None:
+            self.places[weight] = place
         return weight
 
     def _linear(self, name: str, outputs: int, inputs: int, bias: bool = False) -> Linear:

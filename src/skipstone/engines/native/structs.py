@@ -94,7 +94,9 @@ def check(code: int, *_: Any) -> int:
     """RuntimeError for an error code, ValueError for weights that cannot be quantised, OSError for weights that cannot be read.
     ctypes calls this with the result of every function that may fail."""
     if code == BAD_WEIGHT:
-        raise ValueError("quantize needs finite weights, none of them beyond the range of float16 times 127")
+        raise ValueError(
+            "quantize needs finite weights, none of them beyond the range of float16 times 127, and Q8_0 codes from -127 to 127"
+        )
     if code == BAD_FILE:
         raise OSError("a weight file cannot be read: it changed while it was loaded, or its disk failed. Load it again")
     if code:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from skipstone.engines.native.packed_cache import CachedPanels
 from skipstone.engines.native.structs import LayerStruct, MatrixStruct, ModelStruct
 from skipstone.models.decoder_model import DecoderModel
 from skipstone.models.families import submodule
+from skipstone.models.gguf.weights import StoredBlocks, blocks_of, float_bytes
 from skipstone.models.layer_variants import ACTIVATIONS, LAYER_VARIANTS
 from skipstone.models.mapped_model import Activation, MappedModel
 from skipstone.models.packed_weight import PackedWeight
@@ -137,6 +138,19 @@ class Panels:
         return rows
 
 
+class RowSource(NamedTuple):
+    """Rows of weights to pack. kind, stride, file, begin: as in the C function `sk_pack`. row_bytes: from a row to the next.
+    owner: keeps the rows in memory; `StoredBlocks` without a kernel give rows as float32."""
+
+
+    kind: int
+    stride: int
+    file: int
+    begin: int
+    row_bytes: int
+    owner: Any
+
+
 class NativeWeights:
     """A model's weights in panels, which live as long as this object.
 
@@ -162,7 +176,8 @@ class NativeWeights:
         self._threads = threads.requested_number() or threads.cores()
         self._pause = pause
         is_mapped = isinstance(model, MappedModel)
-        self._chunks, self._head, self._widened = memory or PanelMemory(), description.head, model.dtype if is_mapped else None
+        self._chunks, self._head = memory or PanelMemory(), description.head
+        self._widened = model.widens_to if is_mapped else None
         self._report_packed = model.report_packed if is_mapped else None
         self._file_places: dict[Tensor, FilePlace] = model.places if is_mapped else {}
         releases = (is_mapped or not keep_weights) and not self._chunks.is_filled
@@ -177,8 +192,7 @@ class NativeWeights:
         self._referenced.append(layers)
         embedding = model.get_input_embeddings()
         tied = embedding.weight is description.head.weight  # then embeddings come from the head's panels
-        rows = None if tied else embedding.weight.detach().contiguous()
-        self._referenced.append(rows)
+        embedding_type, embedding_address = (0, None) if tied else self._embedding(embedding.weight)
         norm = submodule(description.decoder, family.leaving[0])
         scale = embedding._buffers.get("embed_scale")  # Gemma's
         self.model = ModelStruct(
@@ -192,8 +206,8 @@ class NativeWeights:
             embeddings=embedding.weight.shape[0],
             layers=ctypes.addressof(layers),
             head=self._matrix(description.head, quantize and QUANTIZED_HEAD),
-            embedding=None if rows is None else pointer("embeddings", rows, embedding.weight.shape, embedding.weight.dtype),
-            embedding_type=TYPES[embedding.weight.dtype],
+            embedding=embedding_address,
+            embedding_type=embedding_type,
             norm=self._norm(norm),
             epsilon=float(getattr(norm, _epsilon(norm))),
             embedding_scale=1.0 if scale is None else float(scale),
@@ -207,6 +221,17 @@ class NativeWeights:
         self._report_packed = None  # it was asked for this work only
         if self._releases is not None:
             self._releases.trim()
+
+    def _embedding(self, weight: Tensor) -> tuple[int, int]:
+        """The type and the address of an embedding of its own: panels if the file has it in blocks, else rows."""
+        if blocks_of(weight) is not None:
+            panels = self._packed(weight, [weight.shape[0]], None)
+            self.bytes += sum(map(len, panels.memory))
+            self._referenced.append(panels)
+            return panels.type, panels.matrices[0].panels
+        rows = weight.detach().contiguous()
+        self._referenced.append(rows)
+        return TYPES[rows.dtype], pointer("embeddings", rows, rows.shape, rows.dtype)
 
     def _number(self, module: Any, name: str, default: float) -> float:
         """A plain attribute of a module, or the default."""
@@ -281,7 +306,7 @@ class NativeWeights:
         """
         weight = module.weight
         kind = self._kind(weight, quantize)
-        panels: Panels | Any = weight.source if isinstance(weight, PackedWeight) else None
+        panels = weight.source if isinstance(weight, PackedWeight) and isinstance(weight.source, Panels) else None
         was_given_up = panels is not None
         if panels is not None and panels.type != kind and panels.type in QUANTIZED.values():
             raise ValueError(
@@ -289,7 +314,7 @@ class NativeWeights:
                 "quantised: load it again"
             )
         if panels is None or panels.type != kind:
-            panels = self._packed(weight.detach(), sizes, quantize, self._file_places.get(weight))
+            panels = self._packed(weight, sizes, quantize)
             self.bytes += sum(map(len, panels.memory))
             if self._weight_places and not was_given_up and self._releases is not None:
                 packed = PackedWeight(panels, weight)
@@ -305,47 +330,64 @@ class NativeWeights:
 
     def _kind(self, weight: Tensor, quantize: str | None) -> int:
         """The type of a weight's panels: of a mapped model that of its dtype, to which stored weights are widened."""
-        return TYPES[self._widened or weight.dtype] if quantize is None else QUANTIZED[quantize]
+        if quantize is not None:
+            return QUANTIZED[quantize]
+        blocks = blocks_of(weight)
+        return TYPES[self._widened or weight.dtype] if blocks is None else BLOCKS.get(blocks.kind, TYPES[torch.float32])
 
     @property
     def memory(self) -> list[Tensor]:
         """The panels of all matrices in the order of packing."""
         return [one for panels in self._referenced if isinstance(panels, Panels) for one in panels.memory]
 
-    def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None, place: FilePlace | None = None) -> Panels:
-        """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised.
-
-        place: where a file has the weight, row by row.
-        """
-        stored, kind = TYPES[weight.dtype], self._kind(weight, quantize)
-        matrices, memory, rows = [], [], dense(weight, free=1)
-        for part in rows.split(sizes):
-            outputs, inputs = part.shape
-            size = self._library.sk_packed_bytes(kind, outputs, inputs)
+    def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
+        """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised."""
+        kind, source = self._kind(weight, quantize), self._source(weight)
+        matrices, memory, first = [], [], 0
+        for outputs in sizes:
+            size = self._library.sk_packed_bytes(kind, outputs, weight.shape[1])
             memory.append(self._chunks.take(size))
             panels = pointer("panels", memory[-1], (size,), torch.uint8)
-            matrices.append(MatrixStruct(panels, None, outputs, inputs, kind))
+            matrices.append(MatrixStruct(panels, None, outputs, weight.shape[1], kind))
             if not self._chunks.is_filled:
-                address = pointer("a weight", part, part.shape, weight.dtype, free=1)
-                skipped = int(part.storage_offset() - rows.storage_offset()) * weight.itemsize
-                source = (-1, address) if place is None else (place.file, place.offset + skipped)
-                self._pack(matrices[-1], stored, *source, part.stride(0), weight.itemsize)
+                self._pack(matrices[-1], source, first)
             if self._report_packed is not None:
-                self._report_packed(outputs * inputs)
+                self._report_packed(outputs * weight.shape[1])
+            first += outputs
         return Panels(self._library, matrices, memory, weight.dtype)
 
-    def _pack(self, matrix: MatrixStruct, stored: int, file: int, begin: int, stride: int, itemsize: int) -> None:
-        """Pack the rows of a matrix. stored, file, begin, stride: as in the C function. itemsize: of a weight in bytes."""
+    def _source(self, weight: Tensor) -> "RowSource":
+        place, blocks = self._file_places.get(weight), blocks_of(weight)
+        if blocks is None:
+            rows = dense(weight.detach(), free=1)
+            address = pointer("a weight", rows, rows.shape, weight.dtype, free=1)
+            kind, stride, row_bytes = TYPES[weight.dtype], rows.stride(0), rows.stride(0) * weight.itemsize
+        elif blocks.kind in BLOCKS:
+            rows = None if place else blocks.rows()
+            address = 0 if rows is None else rows.ctypes.data
+            kind, stride, row_bytes = BLOCKS[blocks.kind], 0, blocks.row_bytes
+        else:
+            return RowSource(0, weight.shape[1], -1, 0, 0, blocks)
+        file, begin = (-1, address) if place is None else place
+        return RowSource(kind, stride, file, begin, row_bytes, rows)
+
+    def _pack(self, matrix: MatrixStruct, source: "RowSource", first: int) -> None:
+        """Pack the rows of a matrix, `first` and later ones of a source."""
         kind, outputs, inputs = matrix.type, matrix.outputs, matrix.inputs
-        pack = self._library.sk_quantize if kind in QUANTIZED.values() else self._library.sk_pack
-        if self._pause is None:
-            pack(kind, stored, file, begin, stride, outputs, inputs, matrix.panels, self._threads)
-            return
-        piece = LANES * max(1, PIECE_WEIGHTS // (LANES * inputs))
-        for first in range(0, outputs, piece):
-            self._pause()
-            panels = matrix.panels + self._library.sk_packed_bytes(kind, first, inputs)
-            pack(kind, stored, file, begin + first * stride * itemsize, stride, min(piece, outputs - first), inputs, panels, 1)
+        pack = self._library.sk_quantize if kind in QUANTIZED.values() and kind != source.kind else self._library.sk_pack
+        dequantises = isinstance(source.owner, StoredBlocks)
+        in_pieces = dequantises or self._pause is not None
+        piece = LANES * max(1, PIECE_WEIGHTS // (LANES * inputs)) if in_pieces else outputs
+        for done in range(0, outputs, piece):
+            count, begin = min(piece, outputs - done), source.begin + (first + done) * source.row_bytes
+            if self._pause is not None:
+                self._pause()
+            if dequantises:
+                rows = source.owner.floats(first + done, first + done + count)
+                begin = pointer("rows", rows, rows.shape, torch.float32)
+            panels = matrix.panels + self._library.sk_packed_bytes(kind, done, inputs)
+            threads_used = 1 if self._pause is not None else self._threads
+            pack(kind, source.kind, source.file, begin, source.stride, count, inputs, panels, threads_used)
 
     def _norm(self, module: Any) -> int:
         self._number(module, _epsilon(module), 0.0)
@@ -364,15 +406,18 @@ def packed_weights(model: Any) -> list[Tensor]:
     return [one for one in model.parameters() if one.dim() == 2 and (one is head or one is not embedding)]
 
 
-def quantised_bytes(model: Any, quantize: str) -> int:
+def quantised_bytes(model: Any, quantize: str | None) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
-    minimum) in float16."""
+    minimum) in float16. None: as they are computed without quantisation."""
     head = model.get_output_embeddings().weight
-    return sum(matrix_bytes(one, QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
+    return sum(matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
 
 
 def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:
-    """Bytes of one matrix as "int8" or "int4"; for None those of its dtype."""
+    """Bytes of one matrix as "int8" or "int4"; for None as it is computed without quantisation."""
+    blocks = blocks_of(matrix)
+    if quantize is None and blocks is not None:
+        return blocks.nbytes if blocks.kind in BLOCKS else float_bytes(blocks)
     bytes_of_32 = {"int8": 34, "int4": 20}.get(quantize or "", 32 * matrix.element_size())
     return math.prod(matrix.shape) * bytes_of_32 // 32
 

@@ -1,0 +1,109 @@
+"""The weights of a GGUF file under transformers' names. Matrices in blocks stay in the mapped file until they are read."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from skipstone.models.gguf.reader import BLOCK_TYPES, GgufFile, StoredTensor
+from skipstone.models.packed_weight import PackedWeight
+from skipstone.models.weight_files import DTYPES, FilePlace, read_only_buffers
+
+
+class StoredBlocks:
+    """A matrix in the blocks of a GGUF file: the source of a `PackedWeight`.
+
+    kind: a type of BLOCK_TYPES. shape: [outputs, inputs]. heads: number of heads whose rotated halves alternate in the file's
+    rows, as llama.cpp stores queries and keys; 0 if the rows are in transformers' order.
+    """
+
+    def __init__(self, tensor: StoredTensor, heads: int) -> None:
+        self._tensor, self._heads = tensor, heads
+        self.kind, self.shape, self.nbytes = tensor.kind, tensor.shape, tensor.nbytes
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.nbytes // self.shape[0]
+
+    def rows(self) -> NDArray[np.uint8]:
+        """[outputs, row_bytes]: the blocks in transformers' order. They are copied if the file has another order."""
+        return _in_order(self._tensor.data.reshape(self.shape[0], self.row_bytes), self._heads)
+
+    def floats(self, begin: int, end: int) -> Tensor:
+        """[end - begin, inputs] float32: the weights of some rows."""
+        import gguf  # only what is not computed as it is stored needs it
+
+        kind = gguf.GGMLQuantizationType[self.kind]
+        return torch.from_numpy(gguf.quants.dequantize(np.ascontiguousarray(self.rows()[begin:end]), kind)).float()
+
+    def unpacked(self) -> Tensor:
+        """[outputs, inputs] float32."""
+        return self.floats(0, self.shape[0])
+
+
+class GgufWeights:
+    """The tensors of a GGUF file, with the attributes and methods of `WeightFiles`.
+
+    names: transformers' name of a tensor -> its name in the file, and `StoredBlocks.heads`. A name that the file lacks is none
+    of this object's. file: the mapped file.
+    """
+
+    def __init__(self, file: GgufFile, names: Mapping[str, tuple[str, int]]) -> None:
+        self.file, self.identity = file, file.identity
+        self.are_unwritten, self.is_current = file.are_unwritten, file.is_current
+        self._stored = {name: (file.tensors[own], heads) for name, (own, heads) in names.items() if own in file.tensors}
+        others = file.tensors.keys() - {own for own, _ in names.values()}
+        self.names = [*self._stored, *others]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    @read_only_buffers()
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor in the memory of the mapped file: plain for a type of DTYPES, a `PackedWeight` of float32 for blocks."""
+        tensor, heads = self._stored[name]
+        if (dtype := DTYPES.get(tensor.kind)) is not None:
+            plain = torch.frombuffer(tensor.data, dtype=dtype).view(tensor.shape)
+            return _in_order(plain, heads)
+        source = StoredBlocks(tensor, heads)
+        return PackedWeight(source, torch.empty((1, 1), dtype=torch.float32, device="cpu").expand(tensor.shape))
+
+    def file_place(self, name: str) -> FilePlace | None:
+        """Where the file has a tensor's rows; None if they are in another order there."""
+        tensor, heads = self._stored[name]
+        return None if heads else FilePlace(tensor.file, tensor.offset)
+
+    @read_only_buffers()
+    def mapped(self) -> dict[str, Tensor]:
+        """The bytes of all tensors, [nbytes] uint8."""
+        return {name: torch.from_numpy(tensor.data) for name, (tensor, _) in self._stored.items()}
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two tensors have the same type, shape and bytes."""
+        one, two = self._stored[name][0], self._stored[other][0]
+        return (one.kind, one.shape) == (two.kind, two.shape) and np.array_equal(one.data, two.data)
+
+
+def _in_order(rows: Any, heads: int) -> Any:
+    """Rows [heads * h, ...] in transformers' order, as new memory, where the two halves of each head alternate; the same rows
+    for no heads."""
+    if not heads:
+        return rows
+    alternating = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return alternating.swapaxes(1, 2).reshape(rows.shape)
+
+
+def blocks_of(weight: Any) -> StoredBlocks | None:
+    """The blocks behind a weight; None for any other weight."""
+    source = weight.source if isinstance(weight, PackedWeight) else None
+    return source if isinstance(source, StoredBlocks) else None
+
+
+def float_bytes(source: StoredBlocks) -> int:
+    """Bytes of the weights as float32."""
+    return source.nbytes // BLOCK_TYPES[source.kind].nbytes * BLOCK_TYPES[source.kind].inputs * 4
