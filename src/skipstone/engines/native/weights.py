@@ -142,7 +142,6 @@ class RowSource(NamedTuple):
     """Rows of weights to pack. kind, stride, file, begin: as in the C function `sk_pack`. row_bytes: from a row to the next.
     owner: keeps the rows in memory; `StoredBlocks` without a kernel give rows as float32."""
 
-
     kind: int
     stride: int
     file: int
