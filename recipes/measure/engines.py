@@ -8,7 +8,7 @@ llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of
 prompts as one batch, with their ratios, and whether their texts are those of plain decoding. It also prints their share of the
 speed that the memory's bandwidth allows (measured before and after every round), the milliseconds of passes of 1 to 32 rows
 after 150 tokens, and of a prefill of 512 tokens. --prompts: JSON lines with "prompt"; default: the bundled model's own. All
-texts have --new tokens. Measure on an idle machine.
+texts have --new tokens. gguf_files.py compares GGUF files with llama.cpp. Measure on an idle machine.
 """
 
 import argparse
