@@ -2,9 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
-import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,66 +10,15 @@ from transformers import AutoModelForCausalLM
 import skipstone
 from skipstone.engines.loading import expect_config, load_model, load_tokenizer
 from tests.helpers import commandline, families
-from tests.helpers.byte_level import GGUF_NAMES
+from tests.helpers.gguf_files import write_model
 from tests.helpers.pairwise import slow_except
 
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
 
 
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """llama.cpp keeps the two halves of a rotated head side by side."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-
-
-FIELDS = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "head_count": "num_attention_heads",
-    "head_count_kv": "num_key_value_heads",
-    "layer_norm_rms_eps": "rms_norm_eps",
-    "vocab_size": "vocab_size",
-}
-
-
-def written(path: Path, model: Any, packed: bool = False, architecture: str = "llama") -> Path:
-    """A file as llama.cpp's converter writes it, with a tokenizer of single bytes. packed: matrices in Q8_0."""
-    config, writer = model.config, gguf.GGUFWriter(path, architecture)
-    for key, field in FIELDS.items():
-        getattr(writer, f"add_{key}")(getattr(config, field))
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    tokens = [*(chr(code) for code in range(33, 33 + config.vocab_size - 1)), "AB"]
-    writer.add_token_list([token if token.isprintable() else f"<{token!r}>" for token in tokens])
-    writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["A B"])
-    state = model.state_dict()
-    for layer in range(-1, config.num_hidden_layers):
-        for theirs, ours in GGUF_NAMES.items():
-            name = f"{ours}.weight" if layer < 0 else f"model.layers.{layer}.{ours}.weight"
-            if (weight := state.get(name)) is None:
-                continue
-            if theirs in ("attn_q", "attn_k"):
-                heads = config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads
-                weight = interleaved(weight, heads)
-            values, place = weight.float().numpy(), theirs if layer < 0 else f"blk.{layer}.{theirs}"
-            kind = gguf.GGMLQuantizationType.Q8_0
-            if packed and values.ndim == 2:
-                writer.add_tensor(f"{place}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
-            else:
-                writer.add_tensor(f"{place}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return written(tmp_path / "tiny.gguf", families.cached("llama"))
+    return write_model(tmp_path / "tiny.gguf", families.cached("llama")).path
 
 
 def test_a_file_is_the_model_that_was_written(path: Path) -> None:
@@ -97,7 +44,7 @@ def test_a_file_that_is_cut_off_is_said_to_be(share: float, path: Path) -> None:
 
 @pytest.mark.parametrize("packed", slow_except([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
-    path = written(tmp_path / "tiny.gguf", families.cached("llama"), packed)
+    path = write_model(tmp_path / "tiny.gguf", families.cached("llama"), "Q8_0" if packed else "F32").path
     ids = torch.tensor([[5, 17, 3, 60, 22]])
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name).eval()
     expected = theirs.generate(ids, max_new_tokens=20, do_sample=False)[0, 5:].tolist()
@@ -116,7 +63,7 @@ def test_what_is_no_file_of_a_known_architecture_is_refused(tmp_path: Path) -> N
     for attempt in (skipstone.load, load_tokenizer, expect_config):
         with pytest.raises(OSError, match=r"not a GGUF file, it begins with b'PK.*expected b'GGUF'.*model\.gguf"):
             attempt(path)
-    written(path, families.cached("llama"), architecture="plamo")
+    write_model(path, families.cached("llama"), architecture="plamo")
     for attempt in (load_model, load_tokenizer):
         with pytest.raises(ValueError, match=r"model\.gguf cannot be loaded.*plamo"):
             attempt(path)

@@ -40,15 +40,22 @@ class WrittenModel(NamedTuple):
     model: Any
 
 
-def write_model(path: Path, model: PreTrainedModel, kind: str = "F32", architecture: str | None = None) -> WrittenModel:
-    """Write a model with a tokenizer of single bytes. kind: of its matrices; those with rows that it does not fit are F32."""
+def write_model(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str = "F32",
+    architecture: str | None = None,
+    further: dict[str, NDArray[Any]] | None = None,
+) -> WrittenModel:
+    """Write a model with a tokenizer of single bytes. kind: of its matrices; those with rows that it does not fit are F32.
+    architecture: a name to write, for one that the model does not have. further: tensors that are added."""
     model = copy.deepcopy(model).float()
     config: Any = model.config
-    architecture = architecture or ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    kind_of_model = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture or kind_of_model)
     write_config(writer, config)
     write_bytes_tokenizer(writer, config.vocab_size)
-    number = next((one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), gguf.MODEL_ARCH.LLAMA)
+    number = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind_of_model)
     titles = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     offset = 1.0 if config.model_type.startswith("gemma") else 0.0
     for seed, (name, weight) in enumerate(model.named_parameters()):  # a tied head is not among them
@@ -65,6 +72,8 @@ def write_model(path: Path, model: PreTrainedModel, kind: str = "F32", architect
         writer.add_tensor(title, interleaved(blocks, name, config), raw_dtype=used)
     if (rope := getattr(config, "rope_parameters", {})).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(config, rope))
+    for name, values in (further or {}).items():
+        writer.add_tensor(name, values)
     finish(writer)
     return WrittenModel(path, model)
 

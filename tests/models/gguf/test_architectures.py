@@ -3,20 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.gguf.architectures import config_values, tensor_sources
 from skipstone.models.gguf.reader import GgufFile
-from skipstone.models.mapped_config import MappedConfig
+from skipstone.models.gguf.weights import GgufWeights
+from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass
-from skipstone.models.weight_files import WeightFiles
 from tests.helpers import families
 from tests.helpers.gguf_files import write_model
 
@@ -46,10 +43,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", MODELS)
-def test_its_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("variant", "kind"), [*((one, "F32") for one in MODELS), ("llama", "F16"), ("gemma3", "BF16")])
+def test_its_logits_are_those_of_transformers(variant: str, kind: str, tmp_path: Path) -> None:
     name, values = MODELS[variant]
-    path, expected = write_model(tmp_path / "model.gguf", families.build(name, layers=7, **values))
+    path, expected = write_model(tmp_path / "model.gguf", families.build(name, layers=7, **values), kind)
     ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = expected(ids).logits[0]
@@ -62,15 +59,7 @@ def test_its_logits_are_those_of_transformers(variant: str, tmp_path: Path) -> N
 def model_of(path: Path) -> MappedModel:
     file = GgufFile(path)
     config = MappedConfig(config_values(file))
-    stored = {one.name: one for one in gguf.GGUFReader(path).tensors}
-    tensors = {}
-    for name, (own, heads) in tensor_sources(file, config).items():
-        rows = np.array(gguf.quants.dequantize(stored[own].data, stored[own].tensor_type))
-        if heads:
-            rows = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-        tensors[name] = torch.from_numpy(rows.copy())
-    save_file(tensors, path.with_suffix(".safetensors"))
-    return MappedModel(config, WeightFiles([path.with_suffix(".safetensors")]), None)
+    return MappedModel(config, GgufWeights(file, tensor_sources(file, config)), None)
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -81,3 +70,33 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     store.reserve(ids.shape[1])
     at = Pass(positions, positions, None, slice(0, 1), ids.shape[1], 0)
     return runner.logits(runner.run(runner.embed(ids, positions), at, store, range(runner.depth)))[0]
+
+
+REFUSED: dict[str, tuple[str, str, Any]] = {
+    "an unknown architecture": ("general.architecture", "plamo", "architecture 'plamo'"),
+    "sizes by layer": ("llama.feed_forward_length", [64] * 4, "no single number feed_forward_length"),
+    "more layers than tensors": ("llama.block_count", 10**9, "fewer than it says"),
+    "no heads": ("llama.attention.head_count", 0, "has no layers, heads"),
+    "YaRN": ("llama.rope.scaling.type", "yarn", "scaled by 'yarn'"),
+    "amplified scores": ("llama.rope.scaling.attn_factor", 1.2, "amplified"),
+    "both directions": ("llama.attention.causal", False, "attention to later tokens"),
+    "partial rotation": ("llama.rope.dimension_count", 4, "partial rotary phases"),
+    "a window": ("llama.attention.sliding_window", 8, "windows"),
+    "no epsilon": ("llama.attention.layer_norm_rms_epsilon", None, "no single number"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_does_not_know_is_left_to_transformers(reason: str, tmp_path: Path) -> None:
+    key, value, message = REFUSED[reason]
+    file = GgufFile(write_model(tmp_path / "model.gguf", families.cached("llama")).path)
+    file.metadata[key] = value
+    with pytest.raises(UnmappableError, match=message):
+        MappedConfig(config_values(file))
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_gate_exps.weight", "rope_factors_long.weight", "blk.9.attn_q.weight"])
+def test_a_tensor_too_many_is_left_to_transformers(name: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "model.gguf", families.cached("llama"), further={name: torch.ones(4, 4).numpy()}).path
+    with pytest.raises(UnmappableError, match="tensors that are not in its config"):
+        model_of(path)
