@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,13 +19,15 @@ from hypothesis import strategies as st
 from skipstone.assets import NANO
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
-from skipstone.models.tokenizer import read_tokenizer
+from skipstone.models.gguf.sentence_piece import SentencePieceBackend, TokenType
+from skipstone.models.tokenizer import CheckpointTokenizer, read_tokenizer
 from skipstone.serving import grammar as module
 from skipstone.serving.api_schemas import CompletionBody
 from skipstone.serving.batch_group import BatchGroup
 from skipstone.serving.grammar import COMPLETE, DEAD_END, Grammar, GrammarCompiler
 from skipstone.serving.pending_request import LENGTH, STOP, PendingRequest, RequestEnd, RequestEvent, StepOutput
 from skipstone.serving.request_parser import RequestParser
+from tests.helpers import text_tokenizers
 from tests.helpers.hostile import SCHEMAS
 from tests.helpers.pairwise import round_robin, slow_except
 
@@ -69,6 +72,24 @@ def test_a_tokenizer_without_transformers_gives_the_same_grammar(grammars: Gramm
         assert torch.equal(*(mask(one.compile_schema(SCHEMA, 2), text) for one in (grammars, others)))
     with pytest.raises(ValueError, match="in Python"):
         GrammarCompiler(object(), 512, [0])
+
+
+def test_a_sentencepiece_vocabulary_gives_the_grammar_of_its_tokenizer_json() -> None:
+    theirs = text_tokenizers.gemma()
+    core, size = theirs.backend_tokenizer, len(theirs)
+    tokens = [core.id_to_token(number) for number in range(size)]
+    special = [bool(token.special) for token in core.get_added_tokens_decoder().values()]
+    types = np.full(size, TokenType.NORMAL, np.int32)
+    types[[core.token_to_id(token) for token in text_tokenizers.BYTES]] = TokenType.BYTE
+    types[[*core.get_added_tokens_decoder()]] = np.where(special, TokenType.CONTROL, TokenType.USER_DEFINED)
+    ours = SentencePieceBackend(tokens, np.arange(size, dtype=np.float32), types, 0, "never")
+    both = GrammarCompiler(theirs, size + 3, [2]), GrammarCompiler(CheckpointTokenizer(ours, {}), size + 3, [2])
+    ids = ours.encode('{"a": "xy", "b": true}', add_special_tokens=False).ids
+    for place in range(len(ids) + 1):
+        text = torch.tensor([ids[:place]], dtype=torch.long)
+        allowed = [one.compile_schema(SCHEMA)(text, torch.zeros(1, size + 3)).isfinite() for one in both]
+        assert torch.equal(*allowed)
+        assert allowed[0][0, [*ids, 2][place]]
 
 
 def test_behind_a_draft_that_is_not_allowed_nothing_changes_and_copies_follow_texts_of_their_own(

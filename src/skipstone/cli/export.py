@@ -7,11 +7,11 @@ import typer
 from skipstone.assets import BUNDLED, NANO
 from skipstone.cli.option_groups import DTYPE, MethodOptions, check_method_values, expect_model, expect_parent_folder
 from skipstone.cli.options import argument, option
+from skipstone.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from skipstone.utils.extras import installed
 
 FORMATS = ("draft", "gguf")
 TYPES = ("F32", "F16", "BF16")  # as in skipstone.export.gguf.write_gguf, which would import torch
-RULES = ("llama-bpe", "qwen2", "smollm", "gpt-2")  # likewise, as in skipstone.export.gguf.vocabulary
 
 
 def export(
@@ -22,7 +22,9 @@ def export(
     method: str | None = option(None, 'Another drafter, such as "self_speculative profile=FILE": the layers that it layers.'),
     dtype: str = DTYPE,
     weight_type: str | None = option(None, "for gguf. Default: the weights' own.", "--type", choices=TYPES),
-    pre_tokenizer: str | None = option(None, "for gguf and a tokenizer that splits by none of them.", choices=RULES),
+    pre_tokenizer: str | None = option(
+        None, "for gguf and a tokenizer that splits by none of them.", choices=(*PRE_TOKENIZERS,)
+    ),
 ) -> None:
     """Write the layers that draft as a model of their own, and print the commands for other engines."""
     expect_parent_folder(out)

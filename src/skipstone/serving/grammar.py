@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skipstone.decoding.token_bytes import decoder_kinds, token_bytes
+from skipstone.models.gguf.sentence_piece import SPACE, SentencePieceBackend
 from skipstone.serving.prefix_cache import common_length
 from skipstone.serving.schema_satisfiability import has_finite_value
 from skipstone.utils.extras import installed
@@ -70,19 +72,22 @@ class GrammarCompiler:
     empty."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
-        need = "structured output needs llguidance"
-        self._matcher = installed("llguidance", need, "serve").LLMatcher
-        self._limits = installed("llguidance", need, "serve").LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
+        self._llguidance = installed("llguidance", "structured output needs llguidance", "serve")
+        self._limits = self._llguidance.LLParserLimits(max_lexer_states=MAX_LEXER_STATES)
         self._taken: WeakSet[GrammarMemory] = WeakSet()
         self._lock = threading.Lock()
         self.ends = tuple(ends)
         eos = list(ends) if ends else None
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
+        backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+        if backend is None:
             raise ValueError("structured output needs a tokenizer with a tokenizer.json; this model's is written in Python")
-        backend = copy(tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        self._tokenizer = installed("llguidance", need, "serve").LLTokenizer(backend.to_str(), vocabulary, eos)
+        if isinstance(backend, SentencePieceBackend):
+            written = self._llguidance.TokenizerWrapper(_token_bytes(tokenizer))
+        else:
+            backend.no_padding()
+            backend.no_truncation()
+            written = backend.to_str()
+        self._tokenizer = self._llguidance.LLTokenizer(written, vocabulary, eos)
         self.no_end: int | None = None if ends else self._tokenizer.eos_token  # what llguidance takes for an end
 
     def compile_schema(self, schema: dict[str, Any], prompt: int = 0, choices: int = 1) -> "Grammar":
@@ -93,7 +98,7 @@ class GrammarCompiler:
         """
         field = "response_format"
         check_schema(schema, field)
-        compiled = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
+        compiled = self._llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES)
         return self._compile(compiled, field, prompt, choices, is_known=schema == ANY_OBJECT)
 
     def compile_calls(self, parameters: Sequence[tuple[str, dict[str, Any]]], choices: int = 1) -> "Grammar":
@@ -108,7 +113,7 @@ class GrammarCompiler:
             rules.append(f'call_{place}: {opening} %json {json.dumps({**schema, "x-guidance": SPACES})} "}}"')
         if (length := sum(map(len, rules))) > MAX_SCHEMA_CHARACTERS:
             raise ValueError(f"{field}: all schemas together have at most {MAX_SCHEMA_CHARACTERS} characters, found {length}")
-        compiled = self._matcher.grammar_from_lark("\n".join(rules))
+        compiled = self._llguidance.LLMatcher.grammar_from_lark("\n".join(rules))
         return self._compile(compiled, field, 0, choices)
 
     def _compile(self, compiled: str, field: str, prompt: int, choices: int, *, is_known: bool = False) -> "Grammar":
@@ -147,7 +152,29 @@ class GrammarCompiler:
 
     def new_matcher(self, compiled: str) -> Any:
         """A matcher of the empty text."""
-        return self._matcher(self._tokenizer, compiled, log_level=0, limits=self._limits)
+        return self._llguidance.LLMatcher(self._tokenizer, compiled, log_level=0, limits=self._limits)
+
+
+@dataclass(frozen=True)
+class _TokenBytes:
+    """A tokenizer as llguidance takes it if there is no tokenizer.json. eos_token_id: replaced by the model's own, or never
+    allowed."""
+
+    backend: SentencePieceBackend
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: None = None
+
+    def __call__(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+
+def _token_bytes(tokenizer: Any) -> _TokenBytes:
+    backend, kinds = tokenizer.backend_tokenizer, decoder_kinds(tokenizer)
+    tokens = [token_bytes(token, kinds) or token.replace(SPACE, " ").encode() for token in backend.get_vocab()]
+    special = [number for number, token in backend.get_added_tokens_decoder().items() if token.special]
+    return _TokenBytes(backend, tokens, special, backend.unknown_id)
 
 
 def check_schema(schema: dict[str, Any], field: str) -> None:

@@ -4,21 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from skipstone.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from skipstone.utils.extras import installed
-
-LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-Rule = tuple[tuple[str, Any], ...]
-"""A pre-tokenizer, which splits texts into words: (kind, parameter) of every step."""
-RULES: dict[str, tuple[Rule, bool]] = {
-    "llama-bpe": ((("split", LLAMA3_SPLIT), ("bytes", False)), True),
-    "qwen2": ((("split", QWEN2_SPLIT), ("bytes", False)), False),
-    "smollm": ((("digits", True), ("bytes", True)), False),
-    "gpt-2": ((("bytes", True),), False),
-}
-"""llama.cpp's name -> (rule, whether a word that is itself a token is looked up before any merge)."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +44,8 @@ class Vocabulary:
 def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabulary:
     """The vocabulary of a tokenizer for a model, which defines the number of ids and the ids that end a text.
 
-    rule: one of RULES, used if the tokenizer's own is none of them; texts then become other tokens. ValueError for a tokenizer
-    that is no byte-level BPE, or that has features a GGUF file cannot express.
+    rule: one of PRE_TOKENIZERS, used if the tokenizer's own is none of them; texts then become other tokens. ValueError for a
+    tokenizer that is no byte-level BPE, or that has features a GGUF file cannot express.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -66,10 +53,10 @@ def vocabulary_of(tokenizer: Any, model: Any, rule: str | None = None) -> Vocabu
     said = json.loads(backend.to_str())
     _expect_bytes(said)
     own = _own_rule(said)
-    if rule is not None and rule not in RULES:
-        raise ValueError(f"a pre-tokenizer must be one of {', '.join(RULES)}, found {rule!r}")
+    if rule is not None and rule not in PRE_TOKENIZERS:
+        raise ValueError(f"a pre-tokenizer must be one of {', '.join(PRE_TOKENIZERS)}, found {rule!r}")
     if own is None and rule is None:
-        known = f"llama.cpp knows those of {', '.join(RULES)}: --pre-tokenizer writes one of them all the same"
+        known = f"llama.cpp knows those of {', '.join(PRE_TOKENIZERS)}: --pre-tokenizer writes one of them all the same"
         raise ValueError(f"the tokenizer cuts texts into words by a rule of its own, and {known}")
     tokens, types = _tokens(said, model.get_input_embeddings().weight.shape[0])
     template = tokenizer.chat_template
@@ -106,7 +93,7 @@ def _own_rule(said: dict[str, Any]) -> str | None:
     before = said["pre_tokenizer"] or {}
     steps = tuple(_step(one) for one in before.get("pretokenizers", [before]))
     own = steps, bool(said["model"].get("ignore_merges"))
-    return next((name for name, rule in RULES.items() if rule == own), None)
+    return next((name for name, rule in PRE_TOKENIZERS.items() if (rule.steps, rule.ignore_merges) == own), None)
 
 
 def _step(said: dict[str, Any]) -> tuple[str, Any]:
