@@ -55,7 +55,8 @@ class TokenizerClass:
         backend.normalizer, backend.pre_tokenizer, backend.decoder = self.steps(settings)
 
 
-def _llama(settings: Settings) -> Steps:
+def llama_steps(settings: Settings) -> Steps:
+    """Llama's, which may put a space before a text."""
     prefix = settings.get("add_prefix_space")
     prefix = True if prefix is None else bool(prefix)
     scheme = "never" if not prefix else "always" if settings.get("legacy", False) else "first"
@@ -85,7 +86,9 @@ _SENTENCE_PIECE = {"fuse_unk": True, "byte_fallback": True}
 _END = "<|endoftext|>"
 CLASSES: dict[str, TokenizerClass | None] = {
     AS_WRITTEN: None,
-    "LlamaTokenizer": TokenizerClass(_llama, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, _SENTENCE_PIECE),
+    "LlamaTokenizer": TokenizerClass(
+        llama_steps, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, _SENTENCE_PIECE
+    ),
     "GemmaTokenizer": TokenizerClass(
         _gemma,
         {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")},

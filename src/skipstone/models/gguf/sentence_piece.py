@@ -13,7 +13,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
-from skipstone.models.tokenizer_classes import CLASSES
+from skipstone.models.tokenizer_classes import llama_steps
 
 SPACE = "▁"
 """How SentencePiece writes a space."""
@@ -71,7 +71,7 @@ class SentencePieceBackend:
         self._added = np.flatnonzero(is_added).tolist()
         types[is_added] = TokenType.USER_DEFINED  # the library finds tokens of no other type whole
         self._processor = SentencePieceProcessor(model_proto=_model(tokens, scores, types))
-        self.decoder: Any = CLASSES["LlamaTokenizer"].steps({"add_prefix_space": spaces != "never"})[2]
+        self.decoder: Any = llama_steps({"add_prefix_space": spaces != "never"})[2]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
         """The ids of a text. TypeError for a text with lone surrogates."""

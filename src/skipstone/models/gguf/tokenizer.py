@@ -48,7 +48,7 @@ def gguf_tokenizer(file: GgufFile) -> CheckpointTokenizer:
         raise UnmappableError(f"has a tokenizer of the kind {kind!r}")
     if kind == "gpt2" and name not in PRE_TOKENIZERS:
         raise UnmappableError(f"has a tokenizer that cuts texts into words as {name!r}")
-    begins = kind == "llama" or PRE_TOKENIZERS[name].adds_bos
+    begins = kind == "llama" or PRE_TOKENIZERS[str(name)].adds_bos
     vocabulary = _vocabulary(file.metadata, begins)
     backend: Any = (_sentence_piece if kind == "llama" else _byte_level)(file.metadata, vocabulary)
     special = {name: backend.id_to_token(number) for name, number in vocabulary.special.items()}
@@ -89,7 +89,8 @@ def _vocabulary(metadata: Mapping[str, Any], begins: bool) -> _Vocabulary:
 
 def _sentence_piece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> SentencePieceBackend:
     """Llama's own tokenizer adds a space at the beginning of a text alone, and so do we. llama.cpp adds one after every control
-    token as well. Phi-3's own does that too, and drops the whitespace before it, which files do not say."""
+    token as well, and finds no user-defined run of spaces that a text spells with SPACE. Phi-3's own tokenizer adds a space
+    after every control token and drops other whitespace there, which files do not say."""
     scores = _numbers(metadata, "scores", len(_tokens(metadata)), "if")
     if scores is None or np.isnan(scores).any():
         raise _damaged("it has no scores, or some that are no numbers")
