@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, packed_cache
-from skipstone.engines.native.weights import QUANTIZED, packed_weights, quantised_bytes
+from skipstone.engines.native.weights import BLOCKS, QUANTIZED, packed_weights, quantised_bytes, tensor_paths
 from skipstone.models.fetching import local_model
+from skipstone.models.gguf.architectures import config_values, tensor_sources
+from skipstone.models.gguf.reader import GgufError, GgufFile
+from skipstone.models.gguf.tokenizer import gguf_tokenizer, stop_ids
+from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
@@ -27,7 +32,7 @@ from skipstone.utils.progress import progress_line
 
 CONFIG = "config.json"
 UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a checkpoint that is not as expected. transformers loads it or says what is wrong."""
+"""Errors of a checkpoint that is not as expected. transformers loads it or says what is wrong. A `GgufError` says it itself."""
 
 
 def load_for_decoding(
@@ -53,8 +58,10 @@ def load_for_decoding(
     is_plain = torch.device(device).type == "cpu" and not any(others.values())
     if wants_native and is_plain and library.missing() is None:
         try:
-            model, folder = read_model(name, dtype)
-            tokenizer = _tokenizer_of(folder)
+            model, place = read_model(name, dtype)
+            tokenizer = _tokenizer_of(place)
+        except GgufError:
+            raise
         except UNREADABLE:
             pass
         else:
@@ -65,6 +72,7 @@ def load_for_decoding(
             with progress_line("packing the weights", num_weights) as model.report_packed:
                 engine_of_model: Any = ModelRunner(model).engine  # packs the weights
             model.report_packed = None
+            warn_of_floats(model)
             with progress_line("writing the quantised weights", engine_of_model.nbytes) as report_written:
                 engine_of_model.cache_panels(model, report_written)
             return model, tokenizer
@@ -99,7 +107,9 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
     """
     if isinstance(next_to, MappedModel) and device == "cpu":
         try:
-            model, _ = read_model(name, dtype)
+            model, _ = read_model(name, "auto" if gguf_path(name) else dtype)
+        except GgufError:
+            raise
         except UNREADABLE:
             pass
         else:
@@ -111,9 +121,12 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
     return loading.load_model(name, dtype=dtype, device=device)
 
 
-def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path]:
-    """A mapped model and its folder. One of UNREADABLE if transformers must load it."""
+def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path | GgufFile]:
+    """A mapped model and its folder or GGUF file. GgufError for a damaged file, one of UNREADABLE if transformers must load the
+    model."""
     name = None if name is None else local_model(name)
+    if name is not None and (path := gguf_path(name)) is not None:
+        return _read_gguf(path, dtype)
     folder = NANO if name is None else _folder_of(name)
     config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
     config.name_or_path = str(folder if name is None else name)
@@ -125,6 +138,23 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
     own = folder / FILE
     fields = GenerationFields(read_generation_config(own)) if own.exists() else GenerationFields.of_config(config.to_dict())
     return MappedModel(config, weight_files(folder), fields, None if isinstance(dtype, str) else dtype), folder
+
+
+def _read_gguf(path: Path, dtype: torch.dtype | str) -> tuple[MappedModel, GgufFile]:
+    """The native engine computes in float32 from the blocks of the file, so it has no other dtype."""
+    if dtype not in ("auto", torch.float32):
+        raise UnmappableError(f"is unpacked to {dtype}")
+    file = GgufFile(path)
+    config = MappedConfig(config_values(file))
+    config.name_or_path = str(path)
+    fields = GenerationFields.of_config(config.to_dict() | {"eos_token_id": stop_ids(file.metadata)})
+    return MappedModel(config, GgufWeights(file, tensor_sources(file, config)), fields), file
+
+
+def gguf_path(name: str | Path) -> Path | None:
+    """The path of a GGUF file; None for another name."""
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _folder_of(name: str | Path) -> Path:
@@ -147,10 +177,25 @@ def _repository(name: str | Path) -> str:
     return str(name).partition("@")[0]
 
 
-def _tokenizer_of(folder: Path) -> Any:
+def _tokenizer_of(place: Path | GgufFile) -> Any:
+    if isinstance(place, GgufFile):
+        return gguf_tokenizer(place)
     try:
-        return read_tokenizer(folder)
+        return read_tokenizer(place)
     except UnmappableError:
         from skipstone.engines.loading import load_tokenizer
 
-        return load_tokenizer(folder)
+        return load_tokenizer(place)
+
+
+def warn_of_floats(model: MappedModel) -> None:
+    """Warn of matrices that take more memory than in the file, because the engine has no kernels for their blocks."""
+    floats = [one for one in tensor_paths(model) if one.computed_bytes > one.stored_bytes]
+    if floats and isinstance(model.files, GgufWeights):
+        stored, computed = sum(one.stored_bytes for one in floats), sum(one.computed_bytes for one in floats)
+        warnings.warn(
+            f"{model.config.name_or_path} has matrices in {', '.join(one.kind for one in floats)}, which are computed in "
+            f"float32: they take {computed / 1e9:.2f} GB instead of {stored / 1e9:.2f}; {', '.join(BLOCKS)} are computed as stored",
+            RuntimeWarning,
+            stacklevel=3,
+        )

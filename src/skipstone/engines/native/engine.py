@@ -30,7 +30,7 @@ from skipstone.engines.native.structs import (
     declare,
 )
 from skipstone.engines.native.threads import cores, fastest, requested_number
-from skipstone.engines.native.weights import TYPES, NativeWeights, unsupported
+from skipstone.engines.native.weights import BLOCKS, TYPES, NativeWeights, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
@@ -96,6 +96,9 @@ class NativeEngine(Engine):
         self._hooks = [hooks for part in self._covered for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in self._covered]
         how = "computed in float32" if quantize is None else f"quantised to {quantize} in groups of 32, inputs to int8"
+        stored = [one.kind for one in tensor_paths(model) if one.kind in BLOCKS]
+        if stored and quantize is None:
+            how = f"({', '.join(stored)} as stored, inputs to int8) {how}"
         shape = self._weights.model
         self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
         self._padded_head_size = -(-shape.head_size // 16) * 16  # in the store: whole vectors

@@ -405,6 +405,33 @@ def packed_weights(model: Any) -> list[Tensor]:
     return [one for one in model.parameters() if one.dim() == 2 and (one is head or one is not embedding)]
 
 
+class TensorPath(NamedTuple):
+    """How the native engine computes the matrices of one stored type.
+
+    kind: a name of GGUF's types, or the name of a dtype. count: matrices. stored_bytes, computed_bytes: in the files, and in the
+    engine. They are equal for matrices that are computed as they are stored.
+    """
+
+    kind: str
+    count: int
+    stored_bytes: int
+    computed_bytes: int
+
+
+def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
+    """The paths of a model's matrices, an embedding of its own included, by stored type."""
+    found: dict[str, TensorPath] = {}
+    head = model.get_output_embeddings().weight
+    for one in model.parameters():
+        if one.dim() == 2:
+            blocks, computed = blocks_of(one), matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize)
+            kind = str(one.dtype).removeprefix("torch.") if blocks is None else blocks.kind
+            stored = one.numel() * one.element_size() if blocks is None else blocks.nbytes
+            before = found.get(kind, TensorPath(kind, 0, 0, 0))
+            found[kind] = TensorPath(kind, before.count + 1, before.stored_bytes + stored, before.computed_bytes + computed)
+    return [*found.values()]
+
+
 def quantised_bytes(model: Any, quantize: str | None) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
     minimum) in float16. None: as they are computed without quantisation."""
