@@ -47,6 +47,15 @@ class Linear(nn.Linear):
         self.register_parameter("bias", bias)
 
 
+class Embedding(nn.Embedding):
+    """An embedding of given weights."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.weight = weight
+
+
 class Norm(nn.Module):
     """An RMS norm's weight and epsilon. offset: added to the weight."""
 
@@ -203,8 +212,7 @@ class MappedModel(nn.Module):
     def _decoder(self, config: MappedConfig) -> Any:
         decoder: Any = Part()
         weight = self._weight("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        decoder.embed_tokens = nn.Embedding(weight.shape[0], weight.shape[1], _weight=weight, dtype=weight.dtype, device="cpu")
-        decoder.embed_tokens.weight = weight
+        decoder.embed_tokens = Embedding(weight)
         if config.variant.scales_embeddings:
             scale = torch.tensor(config.hidden_size**0.5, dtype=self._dtype, device="cpu")  # rounded, as in transformers
             decoder.embed_tokens.register_buffer("embed_scale", scale, persistent=False)
