@@ -17,11 +17,11 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, packed_cache
 from skipstone.engines.native.weights import BLOCKS, QUANTIZED, packed_weights, quantised_bytes, tensor_paths
 from skipstone.models.fetching import local_model
+from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.gguf.architectures import config_values, tensor_sources
 from skipstone.models.gguf.reader import GgufError, GgufFile
 from skipstone.models.gguf.tokenizer import gguf_tokenizer, stop_ids
 from skipstone.models.gguf.weights import GgufWeights
-from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.tokenizer import FURTHER_FILES, read_tokenizer
@@ -195,7 +195,7 @@ def warn_of_floats(model: MappedModel) -> None:
         stored, computed = sum(one.stored_bytes for one in floats), sum(one.computed_bytes for one in floats)
         warnings.warn(
             f"{model.config.name_or_path} has matrices in {', '.join(one.kind for one in floats)}, which are computed in "
-            f"float32: they take {computed / 1e9:.2f} GB instead of {stored / 1e9:.2f}; {', '.join(BLOCKS)} are computed as stored",
+            f"float32 and take {computed / 1e9:.2f} GB instead of {stored / 1e9:.2f}; {', '.join(BLOCKS)} stay as they are",
             RuntimeWarning,
             stacklevel=3,
         )
