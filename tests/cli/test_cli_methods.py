@@ -15,6 +15,7 @@ import skipstone
 from skipstone.cli import app
 from skipstone.decoding.settings import setting, settings_of
 from tests.helpers.commandline import PROMPT, assert_refused, document, run, succeed
+from tests.helpers.parcels import model_folder, target
 
 
 def test_text_and_json_ask_for_the_same_and_values_have_their_fields_types(folder: Path) -> None:
@@ -143,6 +144,16 @@ def test_methods_lists_and_explains_every_method_with_its_settings() -> None:
     assert json.loads(succeed("methods", "swift", "--json").stdout) == listed["swift"]
     table = succeed("methods").stdout
     assert all(word in table for word in (*listed, "num_speculative_tokens = 6", "exact", "lossy"))
+
+
+@pytest.mark.parametrize(("quantize", "path"), [("none", "computed as stored"), ("int8", "quantised to int8")])
+def test_env_tells_how_the_matrices_of_a_model_are_computed(quantize: str, path: str, tmp_path: Path) -> None:
+    folder, weights = model_folder(tmp_path / "model"), target().model.state_dict().values()
+    stored = sum(weight.nbytes for weight in weights if weight.dim() == 2)
+    (found,) = json.loads(succeed("env", str(folder), "--quantize", quantize, "--json").stdout)["matrices"]
+    assert (found["kind"], found["path"], found["stored_bytes"]) == ("float32", path, stored)
+    assert found["computed_bytes"] == stored * (34 / 128 if quantize == "int8" else 1)
+    assert path in succeed("env", str(folder), "--quantize", quantize).stdout
 
 
 def test_env_tells_versions_and_nothing_about_the_user() -> None:

@@ -1,24 +1,33 @@
-"""`skipstone env`: what a bug report needs. Nothing in it identifies the machine or its user."""
+"""`skipstone env`: what a bug report needs. Nothing in it identifies the machine or its user, except a model's name."""
 
 import os
 import platform
 from typing import Any
 
 from skipstone.cli import terminal
-from skipstone.cli.options import AS_JSON
+from skipstone.cli.option_groups import QUANTIZE, expect_model
+from skipstone.cli.options import AS_JSON, argument
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "accelerate")
 
 
-def env(as_json: bool = AS_JSON) -> None:
-    """Versions, processor, threads, GPUs and memory, for a bug report."""
+def env(
+    model: str | None = argument("Also how a model's matrices are computed: a folder, a hub id or a .gguf file.", None),
+    quantize: str = QUANTIZE,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Versions, processor, threads, GPUs and memory, for a bug report. With MODEL also the paths of its matrices."""
+    expect_model(model)
     facts = collect_facts()
+    if model is not None:
+        facts |= model_facts(model, None if quantize == "none" else quantize)
     if as_json:
         terminal.print_json(facts, indent=2)
         return
     width = max(map(len, facts))
     for name, value in facts.items():
-        shown = "; ".join(map(str, value)) if isinstance(value, list) else value
+        separator = f"\n{'':{width}}  " if name == "matrices" else "; "
+        shown = separator.join(map(_line, value)) if isinstance(value, list) else value
         print(f"{name:{width}}  {'none' if shown in (None, '') else shown}")
 
 
@@ -49,3 +58,36 @@ def collect_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": [f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}" for gpu in gpus],
     }
+
+
+def model_facts(name: str, quantize: str | None) -> dict[str, Any]:
+    """How a start of `generate` would compute the matrices of a model. Its weights are not loaded.
+
+    matrices: one dict for each stored type, a `TensorPath` with its path in words. GgufError for a damaged file.
+    """
+    from skipstone.engines.mapped_loading import UNREADABLE, read_model
+    from skipstone.engines.native import library
+    from skipstone.engines.native.weights import tensor_paths
+    from skipstone.models.gguf.reader import GgufError
+
+    facts: dict[str, Any] = {"model": name, "model_path": "native: mapped files", "matrices": []}
+    if (missing := library.missing()) is not None:
+        return facts | {"model_path": f"eager: loaded by transformers, since {missing}"}
+    try:
+        model, _ = read_model(name)
+    except GgufError:
+        raise
+    except UNREADABLE as error:
+        return facts | {"model_path": f"loaded by transformers, since it cannot be mapped: {error}"}
+    for path in tensor_paths(model, quantize):
+        as_stored = "computed as stored" if path.computed_bytes == path.stored_bytes else "dequantised to float32"
+        facts["matrices"].append(path._asdict() | {"path": f"quantised to {quantize}" if quantize else as_stored})
+    return facts
+
+
+def _line(value: Any) -> str:
+    """A value of a list as text."""
+    if not isinstance(value, dict):
+        return str(value)
+    sizes = f"{value['stored_bytes'] / 1e6:.1f} MB in the files, {value['computed_bytes'] / 1e6:.1f} MB in memory"
+    return f"{value['count']} in {value['kind']}, {value['path']}: {sizes}"
