@@ -147,7 +147,7 @@ def _read_gguf(path: Path, dtype: torch.dtype | str) -> tuple[MappedModel, GgufF
     file = GgufFile(path)
     config = MappedConfig(config_values(file))
     config.name_or_path = str(path)
-    fields = GenerationFields.of_config(config.to_dict() | {"eos_token_id": stop_ids(file.metadata)})
+    fields = GenerationFields.of_config(config.to_dict() | {"eos_token_id": stop_ids(file.metadata) or None})
     return MappedModel(config, GgufWeights(file, tensor_sources(file, config)), fields), file
 
 

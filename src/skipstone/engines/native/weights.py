@@ -222,13 +222,14 @@ class NativeWeights:
             self._releases.trim()
 
     def _embedding(self, weight: Tensor) -> tuple[int, int]:
-        """The type and the address of an embedding of its own: panels if the file has it in blocks, else rows."""
-        if blocks_of(weight) is not None:
+        """The type and the address of an embedding of its own: panels if it is computed in its blocks, else rows."""
+        blocks = blocks_of(weight)
+        if blocks is not None and blocks.kind in BLOCKS:
             panels = self._packed(weight, [weight.shape[0]], None)
             self.bytes += sum(map(len, panels.memory))
             self._referenced.append(panels)
             return panels.type, panels.matrices[0].panels
-        rows = weight.detach().contiguous()
+        rows = weight.detach().contiguous() if blocks is None else blocks.unpacked()
         self._referenced.append(rows)
         return TYPES[rows.dtype], pointer("embeddings", rows, rows.shape, rows.dtype)
 
