@@ -16,6 +16,8 @@ ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """llama.cpp's names of architectures, where they are not transformers' model types."""
 SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Places of the float16 scales in a block; other types have one, at its beginning."""
+STEPS = {"Q4_K": (4e-4, 7.5), "Q5_K": (2e-4, 15.5), "Q6_K": (5e-5,), "IQ4_NL": (1e-3,)}
+"""Sizes of these scales for weights of about 1/16; the second is that of the minima, in the first, for a mean of 0."""
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -116,7 +118,7 @@ def write_bytes_tokenizer(writer: Any, size: int) -> None:
     """A BPE tokenizer of single characters and AB, with as many tokens."""
     tokens = [*(chr(code) for code in range(33, 33 + size - 1)), "AB"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([token if token.isprintable() else f"<{token!r}>" for token in tokens])
     writer.add_token_types([1] * len(tokens))
     writer.add_token_merges(["A B"])
@@ -135,9 +137,12 @@ def random_blocks(shape: tuple[int, ...], kind: Any, seed: int = 0) -> NDArray[n
     draw = np.random.default_rng(seed)
     inputs, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = draw.integers(0, 256, (shape[0], shape[1] // inputs, nbytes), dtype=np.uint8)
-    for place in SCALES.get(kind.name, (0,)):
-        scales = draw.uniform(0.5, 1.0, blocks.shape[:2]).astype(np.float16) * np.float16(1e-4)
-        blocks[..., place : place + 2] = scales[..., None].view(np.uint8)
+    scales = draw.uniform(0.5, 1.0, blocks.shape[:2])
+    if kind.name in ("Q4_K", "Q5_K"):  # the minima's 6-bit numbers are the scales'
+        blocks[..., 8:12], blocks[..., 12:16] = blocks[..., 4:8], 17 * (blocks[..., 12:16] & 15)
+    for place, step in zip(SCALES.get(kind.name, (0,)), STEPS.get(kind.name, (1e-4, 1.0)), strict=False):
+        scales = scales * step
+        blocks[..., place : place + 2] = scales.astype(np.float16)[..., None].view(np.uint8)
     return blocks.reshape(shape[0], -1)
 
 
