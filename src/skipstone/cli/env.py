@@ -90,4 +90,4 @@ def _line(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     sizes = f"{value['stored_bytes'] / 1e6:.1f} MB in the files, {value['computed_bytes'] / 1e6:.1f} MB in memory"
-    return f"{value['count']} in {value['kind']}, {value['path']}: {sizes}"
+    return f"{value['matrices']} in {value['kind']}, {value['path']}: {sizes}"

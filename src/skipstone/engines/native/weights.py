@@ -409,12 +409,12 @@ def packed_weights(model: Any) -> list[Tensor]:
 class TensorPath(NamedTuple):
     """How the native engine computes the matrices of one stored type.
 
-    kind: a name of GGUF's types, or the name of a dtype. count: matrices. stored_bytes, computed_bytes: in the files, and in
-    the engine. They are equal for matrices that are computed as they are stored.
+    kind: a name of GGUF's types, or the name of a dtype. matrices: their number. stored_bytes, computed_bytes: in the files, and
+    in the engine. They are equal for matrices that are computed as they are stored.
     """
 
     kind: str
-    count: int
+    matrices: int
     stored_bytes: int
     computed_bytes: int
 
@@ -429,7 +429,7 @@ def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
             kind = str(one.dtype).removeprefix("torch.") if blocks is None else blocks.kind
             stored = one.numel() * one.element_size() if blocks is None else blocks.nbytes
             before = found.get(kind, TensorPath(kind, 0, 0, 0))
-            found[kind] = TensorPath(kind, before.count + 1, before.stored_bytes + stored, before.computed_bytes + computed)
+            found[kind] = TensorPath(kind, before.matrices + 1, before.stored_bytes + stored, before.computed_bytes + computed)
     return [*found.values()]
 
 

@@ -24,6 +24,7 @@ from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.weights import quantised_bytes
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import are_loaded, bundled_name_for, fitting_heads
 from skipstone.methods.auto import saved_profile
@@ -37,6 +38,7 @@ from skipstone.methods.drafting.draft_model import DraftModelDrafter
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
 from skipstone.methods.self_speculative import SelfSpeculative
+from skipstone.models.mapped_model import MappedModel
 from skipstone.policy.choose_drafter import (
     COLD_STEPS,
     LOOKUP,
@@ -63,6 +65,15 @@ COPY_DRAFTER = f"{SelfSpeculative.name}, {COPY}"
 PAYING_STEP_SECONDS = 0.003
 """Time of a plain step above which drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too
 much."""
+MAX_COPY_SHARE = 0.75
+"""Largest share of the weights' bytes that a copy may have. Its drafts gain a third above that if all are accepted."""
+
+
+def _shrinks(model: Any) -> bool:
+    """Whether a copy of a model's weights has far fewer bytes. It has, if they are not the blocks of a GGUF file."""
+    if not isinstance(model, MappedModel) or model.widens_to is not None:
+        return True
+    return quantised_bytes(model, COPY) <= MAX_COPY_SHARE * quantised_bytes(model, None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Auto(Method):
     def takes_copy(self, model: ModelRunner) -> bool:
         """Whether a copy of the weights in fewer bits is or would be a candidate."""
         can_draft = model.engine.name == "native" and model.engine.quantize is None and not model.family.recurrent
-        return self.candidates is None and can_draft
+        return self.candidates is None and can_draft and _shrinks(model.model)
 
     def _map_copy(self, model: ModelRunner) -> bool:
         has_room = missing_room_for_copy(model.model, COPY, self.max_extra_memory_bytes) is None

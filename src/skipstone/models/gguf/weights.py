@@ -12,6 +12,7 @@ from torch import Tensor
 from skipstone.models.gguf.reader import BLOCK_TYPES, GgufFile, StoredTensor
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, read_only_buffers
+from skipstone.utils.extras import installed
 
 
 class StoredBlocks:
@@ -36,8 +37,7 @@ class StoredBlocks:
 
     def floats(self, begin: int, end: int) -> Tensor:
         """[end - begin, inputs] float32: the weights of some rows."""
-        import gguf  # only what is not computed as it is stored needs it
-
+        gguf = installed("gguf", f"matrices in {self.kind} need gguf", "quantised")
         kind = gguf.GGMLQuantizationType[self.kind]
         return torch.from_numpy(gguf.quants.dequantize(np.ascontiguousarray(self.rows()[begin:end]), kind)).float()
 
