@@ -96,7 +96,7 @@ FLAGS = {
     "export": "model out --to --exit-layer --method --dtype --type --pre-tokenizer",
     "methods": "name --json",
     "families": "name --json --markdown",
-    "env": "--json",
+    "env": "model --quantize --json",
     "cache list": "--json",
     "cache clear": "",
     "cache verify": "",

@@ -409,8 +409,8 @@ def packed_weights(model: Any) -> list[Tensor]:
 class TensorPath(NamedTuple):
     """How the native engine computes the matrices of one stored type.
 
-    kind: a name of GGUF's types, or the name of a dtype. matrices: their number. stored_bytes, computed_bytes: in the files, and
-    in the engine. They are equal for matrices that are computed as they are stored.
+    kind: a name of GGUF's types, or the name of a dtype. matrices: their number. stored_bytes, computed_bytes: in the
+    files and the engine. They are equal for matrices that are computed as they are stored.
     """
 
     kind: str
