@@ -12,11 +12,11 @@ from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.weights import BLOCKS
 from skipstone.models.mapped_model import MappedModel
-from tests.engines.test_native_quantized import rounded
 from tests.helpers import families
 from tests.helpers.gguf_files import WrittenModel, write_model
 from tests.helpers.native import NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin, slow_except
+from tests.helpers.quantized import rounded
 
 pytestmark = NATIVE_ONLY
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

@@ -10,9 +10,9 @@ import pytest
 
 from skipstone.engines.native.structs import MatrixStruct, ModelStruct
 from skipstone.engines.native.weights import BLOCKS, QUANTIZED
-from tests.engines.test_native_quantized import GROUP, Packed, assert_near, grouped, inputs_of, libraries
 from tests.helpers.ggml_blocks import random_blocks, weights_of
 from tests.helpers.native import NATIVE_ONLY
+from tests.helpers.quantized import GROUP, Packed, assert_near, grouped, inputs_of, libraries
 
 pytestmark = NATIVE_ONLY
 KINDS = list(BLOCKS)

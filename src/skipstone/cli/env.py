@@ -81,7 +81,7 @@ def model_facts(name: str, quantize: str | None) -> dict[str, Any]:
         return facts | {"model_path": f"loaded by transformers, since it cannot be mapped: {error}"}
     for path in tensor_paths(model, quantize):
         as_stored = "computed as stored" if path.computed_bytes == path.stored_bytes else "dequantised to float32"
-        facts["matrices"].append(path._asdict() | {"path": f"quantised to {quantize}" if quantize else as_stored})
+        facts["matrices"].append(vars(path) | {"path": f"quantised to {quantize}" if quantize else as_stored})
     return facts
 
 

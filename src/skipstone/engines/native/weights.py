@@ -5,6 +5,7 @@ import math
 import mmap
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -406,7 +407,8 @@ def packed_weights(model: Any) -> list[Tensor]:
     return [one for one in model.parameters() if one.dim() == 2 and (one is head or one is not embedding)]
 
 
-class TensorPath(NamedTuple):
+@dataclass(frozen=True)
+class TensorPath:
     """How the native engine computes the matrices of one stored type.
 
     kind: a name of GGUF's types, or the name of a dtype. matrices: their number. stored_bytes, computed_bytes: in the
