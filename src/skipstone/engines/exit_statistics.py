@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.decoder_model import DecoderModel
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.torch_defaults import stable_defaults
 
 
@@ -67,9 +69,11 @@ def watched(model: DecoderModel, exits: Iterable[int]) -> Iterator[dict[int, Ten
 
 
 @torch.inference_mode()
-def layer_states(model: DecoderModel, ids: Tensor) -> list[Tensor]:
+def layer_states(model: ModelRunner, ids: Tensor) -> list[Tensor]:
     """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d], by the model's own
-    forward."""
+    forward. A mapped model has none, so its engine computes them."""
+    if isinstance(model.model, MappedModel):
+        return model.read_layers(ids[None], [range(layer, layer + 1) for layer in range(model.depth)])
     exits = range(model.depth + 1)
     with watched(model, exits) as states, stable_defaults():
         model.model(ids[None].to(model.model.device), use_cache=False)

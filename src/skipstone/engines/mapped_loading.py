@@ -54,6 +54,7 @@ def load_for_decoding(
     from the disk's cache, and written there. generation_config: makes that argument.
     """
     EngineOptions(engine, quantize, kv_dtype)  # validates
+    keep_weights = others.pop("keep_weights", False)  # of a model that transformers loads
     wants_native = (os.environ.get(VARIABLE) or "auto" if engine == "auto" else engine) in ("auto", "native")
     is_plain = torch.device(device).type == "cpu" and not any(others.values())
     if wants_native and is_plain and library.missing() is None:
@@ -79,7 +80,26 @@ def load_for_decoding(
     from skipstone.engines import loading
 
     arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, **others}
-    return loading.load(name, keep_weights=False, generation_config=generation_config(), **arguments)
+    return loading.load(name, keep_weights=keep_weights, generation_config=generation_config(), **arguments)
+
+
+def load_to_measure(name: str | Path | None = None, **arguments: Any) -> tuple[Any, Any]:
+    """As `loading.load`, but a GGUF file is loaded as by `load_for_decoding`: its blocks are measured as they are stored."""
+    from skipstone.engines import loading
+
+    if name is not None and gguf_path(local_model(name)) is not None:
+        return load_for_decoding(name, **{"keep_weights": True, **arguments})
+    return loading.load(name, **arguments)
+
+
+def expect_loadable(name: str | Path) -> None:
+    """OSError or ValueError if a name has no readable config. Loads nothing else."""
+    from skipstone.engines import loading
+
+    if (path := gguf_path(local_model(name))) is not None:
+        GgufFile(path)
+    else:
+        loading.expect_config(name)
 
 
 def expect_memory(model: MappedModel, quantize: str | None) -> None:
@@ -142,7 +162,7 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
 
 def _read_gguf(path: Path, dtype: torch.dtype | str) -> tuple[MappedModel, GgufFile]:
     """The native engine computes in float32 from the blocks of the file, so it has no other dtype."""
-    if dtype not in ("auto", torch.float32):
+    if dtype not in ("auto", "float32", torch.float32):
         raise UnmappableError(f"is unpacked to {dtype}")
     file = GgufFile(path)
     config = MappedConfig(config_values(file))

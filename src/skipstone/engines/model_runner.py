@@ -1,6 +1,6 @@
 """A Hugging Face decoder, layer by layer, on any engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -151,12 +151,19 @@ class ModelRunner(DecoderModel):
 
     def read(self, ids: Tensor) -> Tensor:
         """Run whole texts [B, T] through all layers and the final norm -> [B, T, d']."""
+        return self.normed(self.read_layers(ids, [range(self.depth)])[-1])
+
+    def read_layers(self, ids: Tensor, ranges: Sequence[range]) -> list[Tensor]:
+        """Run whole texts [B, T] through ranges of layers, one after the other -> the input and each output, [B, T, d]."""
         rows, length = ids.shape
         store = KVCache(rows, self.depth, length)
         positions = torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1)
         store.reserve(length)
         at = Pass(positions, positions, None, slice(0, rows), length, 0)
-        return self.normed(self.run(self.embed(ids, positions), at, store, range(self.depth)))
+        states = [self.embed(ids, positions)]
+        for layers in ranges:
+            states.append(self.run(states[-1], at, store, layers))
+        return states
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The input of the LM head: states after the final norm (and OPT-350m's projection). [..., d] -> [..., d']."""

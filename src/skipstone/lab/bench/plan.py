@@ -26,6 +26,7 @@ from skipstone.lab.tasks.protocols import USUAL, TaskSettings
 from skipstone.lab.timing.measure import GenerationBackend, MethodBackend
 from skipstone.methods import METHODS
 from skipstone.models.generation_config import OWN_FIELD
+from skipstone.models.mapped_model import MappedModel
 from skipstone.utils.settings_files import SettingsPart, first_fault
 from skipstone.utils.setup_times import SetupSeconds, collect_setup_seconds
 from skipstone.utils.yaml_files import mapping
@@ -194,6 +195,9 @@ def create_entries(specs: Sequence[MethodSpec], model: PreTrainedModel, tune: bo
     entries, refused, depth = [], {}, ModelRunner(model).depth
     for spec in specs:
         name = spec["method"]
+        if name in PEERS and PEERS[name].needs_transformers and isinstance(model, MappedModel):
+            refused[label(spec)] = "transformers cannot compute the blocks of a GGUF file"
+            continue
         given = {key: value for key, value in spec.items() if key not in NAMING}
         every = choices({**(usual(name, depth) if tune else {}), **given}, KINDS[name])
         engines: list[GenerationBackend]

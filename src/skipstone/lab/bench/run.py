@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skipstone.assets import BUNDLED
 from skipstone.decoding.stats import Stats
 from skipstone.engines.exit_statistics import ExitTally, layer_states
-from skipstone.engines.loading import BUNDLED, expect_config, load
+from skipstone.engines.mapped_loading import expect_loadable, load_to_measure
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
@@ -58,13 +59,14 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
     device = usable_device(plan.device)
     header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}
     for name in plan.models:
-        expect_config(name)
+        expect_loadable(name)
     with RunFile(path, header, machine.provenance(argv, plan.seed), fresh) as journal:
         check(path, journal.lines)
         if (commit := journal.other_commit()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {commit[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            model, tokenizer = load(name, dtype=plan.dtype, device=device, engine=plan.engine, quantize=plan.quantize)
+            options = {"dtype": plan.dtype, "device": device, "engine": plan.engine, "quantize": plan.quantize}
+            model, tokenizer = load_to_measure(name, **options)
             subject = BenchModel(name or BUNDLED, model, tokenizer)
             entries = enter(journal, subject, plan, say)
             for number, ((task, settings), split) in enumerate(zip(tasks, prompts, strict=True)):

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.weights import matrix_bytes
 from skipstone.lab.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # named with their versions
@@ -40,9 +41,9 @@ def weight_bytes(model: PreTrainedModel) -> int:
     one row of it. For a mixture of experts all experts count, an upper bound."""
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
-    total = sum(p.numel() * p.element_size() for p in model.parameters())  # shared tensors are listed once
+    total = sum(matrix_bytes(one, None) for one in model.parameters())  # shared tensors are listed once
     tied = head is not None and head.weight is embedding.weight
-    return total if tied else total - embedding.weight.numel() * embedding.weight.element_size()
+    return total if tied else total - matrix_bytes(embedding.weight, None)
 
 
 def kv_bytes(model: PreTrainedModel) -> int:

@@ -58,6 +58,7 @@ class GenerationBackend:
     name: ClassVar[str]
     sampled: ClassVar[bool] = True  # it can sample
     long_warm_up: ClassVar[bool] = False  # warm it up with as many tokens as the task has
+    needs_transformers: ClassVar[bool] = False  # it decodes with transformers' own forward
     elsewhere: ClassVar[bool] = False  # it runs in another process, whose memory is not counted
 
     @property

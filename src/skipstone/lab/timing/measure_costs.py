@@ -319,7 +319,7 @@ def key_of(runner: ModelRunner) -> dict[str, Any]:
     return {
         "model": runner.fingerprint,
         "dtype": str(runner.model.dtype),
-        "attention": str(runner.config._attn_implementation),
+        "attention": str(getattr(runner.config, "_attn_implementation", None)),
         "engine": engine.name,
         "detail": engine.detail,
         "library": library.load().sk_source_hash().decode() if native else None,

@@ -81,7 +81,7 @@ class GgufWeights:
     @read_only_buffers()
     def mapped(self) -> dict[str, Tensor]:
         """The bytes of all tensors, [nbytes] uint8."""
-        return {name: torch.from_numpy(tensor.data) for name, (tensor, _) in self._stored.items()}
+        return {name: torch.frombuffer(tensor.data, dtype=torch.uint8) for name, (tensor, _) in self._stored.items()}
 
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two tensors have the same type, shape and bytes."""

@@ -33,6 +33,8 @@ from skipstone.models.families import text_config
 class Transformers(GenerationBackend):
     """Base of transformers' ways of decoding."""
 
+    needs_transformers: ClassVar[bool] = True
+
     def options(self, model: PreTrainedModel, tokens: int) -> dict[str, Any]:
         """Further options of `model.generate`. tokens: the maximum of the text, prompt included."""
         return {}

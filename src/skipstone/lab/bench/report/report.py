@@ -112,7 +112,9 @@ def _notes(lines: Sequence[Line]) -> list[str]:
         if line["kind"] == "model":
             if line["synthetic"] and "realised_agreement" in line["synthetic"]:
                 notes.append(f"SYNTHETIC MODEL: {describe_calibration(line['synthetic'])}.")
-            notes += [f"{label}: no row, {reason}." for label, reason in line["refused"].items()]
+            for reason in dict.fromkeys(line["refused"].values()):
+                labels = [label for label, own in line["refused"].items() if own == reason]
+                notes.append(f"{', '.join(labels)}: no row, {reason}.")
         elif line["kind"] == "tuned":
             settings = ", ".join(f"{name}={value}" for name, value in line["chosen"].items())
             notes.append(f"{line['task']}, {line['method']}: {settings} (best of {line['candidates']}, {line['calls']} calls).")
