@@ -1,4 +1,4 @@
-"""Models whose GGUF files the native engine computes as they are stored: logits, bits, texts, and types without kernels."""
+"""GGUF files that the native engine computes as they are stored: logits, bits, texts, and types without kernels."""
 
 from pathlib import Path
 from typing import Any

@@ -127,7 +127,7 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
     """
     if isinstance(next_to, MappedModel) and device == "cpu":
         try:
-            model, _ = read_model(name, "auto" if gguf_path(name) else dtype)
+            model, _ = read_model(name, "auto" if gguf_path(local_model(name)) else dtype)
         except GgufError:
             raise
         except UNREADABLE:

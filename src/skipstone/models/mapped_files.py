@@ -8,7 +8,7 @@ from weakref import finalize
 
 
 class MappedFiles:
-    """Open files whose tensors are read when they are used. OSError for a file that cannot be opened."""
+    """Open files. Their tensors are read when they are used. OSError for a file that cannot be opened."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = [path.resolve() for path in paths]

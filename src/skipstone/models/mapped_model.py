@@ -1,4 +1,4 @@
-"""A decoder whose weights are mapped files. Only the native engine runs it: its modules have no forward.
+"""A decoder on mapped weight files. Only the native engine runs it: its modules have no forward.
 
 The modules and parameters have transformers' names. Nothing here imports transformers, which takes seconds.
 """
@@ -20,9 +20,7 @@ from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 QKV_BIASES = ("qwen2",)
 """Model types whose queries, keys and values always have biases, and whose other matrices never have."""
 FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_freqs\.weight$")
-"""Tensors that are no weights: of older checkpoints, which nothing reads, and of GGUF files, whose values are in the config."""
-ReadWeight = Callable[[str, tuple[int, ...]], nn.Parameter]
-"""(name, expected shape) -> a weight of the checkpoint."""
+"""Tensors that are no weights: rotary frequencies of older checkpoints, and GGUF's divisors, which the config has as well."""
 
 
 class Part(nn.Module):

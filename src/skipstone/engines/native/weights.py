@@ -437,13 +437,13 @@ def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
 
 def quantised_bytes(model: Any, quantize: str | None) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
-    minimum) in float16. None: as they are computed without quantisation."""
+    minimum) in float16. None: without quantisation."""
     head = model.get_output_embeddings().weight
     return sum(matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
 
 
 def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:
-    """Bytes of one matrix as "int8" or "int4"; for None as it is computed without quantisation."""
+    """Bytes of one matrix as "int8" or "int4". None: without quantisation."""
     blocks = blocks_of(matrix)
     if quantize is None and blocks is not None:
         return blocks.nbytes if blocks.kind in BLOCKS else float_bytes(blocks)

@@ -1,7 +1,6 @@
-"""What llama.cpp's architectures are to transformers: the values of config.json, and the names of the tensors.
+"""Translates llama.cpp's architectures for transformers: the values of config.json, and the names of the tensors.
 
-Defaults are llama.cpp's (src/llama-model.cpp and src/models/). Where it computes less than the original, the original's way is
-taken: Phi-3's windows.
+Defaults are llama.cpp's (src/llama-model.cpp and src/models/). Phi-3 has windows, as in the original; llama.cpp ignores them.
 """
 
 import re
@@ -19,14 +18,14 @@ MODEL_TYPES = {
 }
 """transformers' model types by llama.cpp's architectures. Mistral's files say llama."""
 INTERLEAVED = ("llama", "smollm3", "granite")
-"""Architectures whose files alternate the rows of the two halves of a rotated head."""
+"""Files of these architectures alternate the rows of the two halves of a rotated head."""
 TAKES_FACTORS = ("llama", "granite")
-"""Architectures whose rotary frequencies may be divided by the tensor FACTORS."""
+"""Files of these architectures may have the tensor FACTORS, which divides the rotary frequencies."""
 FACTORS = "rope_freqs.weight"
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
-"""Every such layer attends to the whole text, where a file does not say which layers do."""
+"""If a file does not say which layers attend to the whole text, every second or sixth layer does."""
 WIDE_DEPTHS = {"gemma2": 46, "gemma3": 62}
-"""Depths of the Gemma models (27B) that scale scores by the hidden size over the heads, not by the head's size."""
+"""Numbers of layers of the 27B models. They scale scores by the hidden size over the heads, the others by the head's size."""
 _SIZES = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -67,8 +66,7 @@ _TITLE = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
 class TensorSource(NamedTuple):
-    """Where a weight comes from. name: in the file. heads: rows of so many heads alternate between the halves of a head; 0 if
-    they are as in transformers."""
+    """Where a weight comes from. name: in the file. heads: as in `StoredBlocks`."""
 
     name: str
     heads: int
@@ -104,7 +102,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
 
 
 def tensor_sources(file: GgufFile, config: Any) -> dict[str, TensorSource]:
-    """Where each weight comes from, by transformers' name, without tensors of unknown names. config: a `MappedConfig`."""
+    """Where each weight comes from, by transformers' name. Tensors of unknown names are left out. config: a `MappedConfig`."""
     kind = file.architecture
     parts = _PARTS | _OTHER_PARTS.get(kind, {})
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads} if kind in INTERLEAVED else {}
@@ -150,7 +148,7 @@ class _Fields:
 
 
 def _windows(fields: _Fields, layers: int) -> dict[str, Any]:
-    """The windows of attention, in which layers they are."""
+    """The size of the attention's windows, and the layers that have them."""
     window = fields.integer("attention.sliding_window", 4096 if fields.kind == "gemma2" else 0) or None
     if fields.kind not in WINDOW_PERIODS:
         return {} if window is None else {"sliding_window": window}

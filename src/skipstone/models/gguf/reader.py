@@ -127,7 +127,7 @@ class GgufFile(MappedFiles):
 
 
 def _siblings(path: Path) -> list[Path]:
-    """All files of a model, one of which is given. GgufError if any is missing."""
+    """All files of a model. path: of any of them. GgufError if one is missing."""
     match = PART.search(path.name)
     count = int(match[1]) if match else 1
     if match is None or count < 2:
@@ -141,7 +141,7 @@ def _siblings(path: Path) -> list[Path]:
 
 
 class _Header:
-    """Reads what stands before the tensors' values. pages: the mapped file. position: in bytes, of what is read next."""
+    """Reads the metadata and the list of tensors. pages: the mapped file. position: in bytes, where the next value begins."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path, self.position = path, 0
@@ -249,7 +249,7 @@ class _Header:
         return found
 
     def _tensors(self, handle: int, count: int) -> dict[str, StoredTensor]:
-        """The tensors, whose values follow one another without gaps, apart from the alignment."""
+        """The tensors. Their values follow one another without gaps, apart from the alignment."""
         described: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self._name(described)

@@ -18,7 +18,7 @@ from skipstone.models.tokenizer_classes import llama_steps
 SPACE = "▁"
 """How SentencePiece writes a space."""
 Spaces = Literal["never", "first", "always"]
-"""Where a text gets a further space: nowhere, at its beginning unless a whole token is there, before every part between two."""
+"""Where a space is added: nowhere, at the beginning of a text, or there and after every token that is found whole."""
 _UNKNOWN_PIECE = "<no token of the vocabulary>"
 
 
@@ -115,7 +115,7 @@ class SentencePieceBackend:
         return {number: AddedToken(self._tokens[number], special=number in special, normalized=False) for number in self._added}
 
     def to_str(self) -> str:
-        """A hash of everything that the ids of texts depend on."""
+        """A hash of the vocabulary and the settings."""
         settings = f"{self._before} {self._after} {self._spaces} {sorted(self._stripping)} {self.unknown_id}"
         return hashlib.sha256(self._processor.serialized_model_proto() + settings.encode()).hexdigest()
 
@@ -160,7 +160,7 @@ def _model(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> byte
 
 
 def _field(number: int, size: int) -> bytes:
-    """What precedes the bytes of a field."""
+    """The tag and the length of a field."""
     return _varint(number << 3 | 2) + _varint(size)
 
 

@@ -27,7 +27,7 @@ END_TEXTS = {
 }
 """Control tokens that end a turn in every model that has them."""
 PHI3_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""Control tokens of Phi-3 after which whitespace is text."""
+"""Whitespace after these control tokens of Phi-3 is text."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def gguf_tokenizer(file: GgufFile) -> CheckpointTokenizer:
 def stop_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The ids that end a generated text.
 
-    The file names at most three. A control token whose text ends a turn in other models ends it in this one as well, because
-    many files name the end of the text alone, and then a chat would go on. llama.cpp does the same with further texts."""
+    The file names at most three. Many files name only the end of the text, and then a chat would go on. So control tokens with
+    a text of END_TEXTS end it as well. llama.cpp does the same with further texts."""
     tokens = _tokens(metadata)
     named = [_id(metadata, key, len(tokens)) for key in ENDS]
     control = np.flatnonzero(_types(metadata, len(tokens)) == TokenType.CONTROL).tolist()

@@ -31,15 +31,15 @@ class StoredBlocks:
         """Bytes of a row."""
         return self.nbytes // self.shape[0]
 
-    def rows(self) -> NDArray[np.uint8]:
-        """[outputs, row_bytes]: the blocks in transformers' order. They are copied if the file has another order."""
-        return _in_order(self._tensor.data.reshape(self.shape[0], self.row_bytes), self._heads)
+    def rows(self, begin: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+        """[end - begin, row_bytes]: the blocks of some rows in transformers' order, copied if the file has another order."""
+        return _in_order(self._tensor.data.reshape(self.shape[0], self.row_bytes), self._heads, begin, end)
 
     def floats(self, begin: int, end: int) -> Tensor:
         """[end - begin, inputs] float32: the weights of some rows."""
         gguf = installed("gguf", f"matrices in {self.kind} need gguf", "quantised")
         kind = gguf.GGMLQuantizationType[self.kind]
-        return torch.from_numpy(gguf.quants.dequantize(np.ascontiguousarray(self.rows()[begin:end]), kind)).float()
+        return torch.from_numpy(gguf.quants.dequantize(self.rows(begin, end), kind)).float()
 
     def unpacked(self) -> Tensor:
         """[outputs, inputs] float32."""
@@ -89,13 +89,12 @@ class GgufWeights:
         return (one.kind, one.shape) == (two.kind, two.shape) and np.array_equal(one.data, two.data)
 
 
-def _in_order(rows: Any, heads: int) -> Any:
-    """Rows [heads * h, ...] in transformers' order, as new memory, where the two halves of each head alternate; the same rows
-    for no heads."""
+def _in_order(rows: Any, heads: int, begin: int = 0, end: int | None = None) -> Any:
+    """Some rows of [heads * h, ...] in transformers' order. They are copied if the file alternates the halves of each head."""
     if not heads:
-        return rows
-    alternating = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
-    return alternating.swapaxes(1, 2).reshape(rows.shape)
+        return rows[begin:end]
+    places = np.arange(len(rows)).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    return rows[places[begin:end]]
 
 
 def blocks_of(weight: Any) -> StoredBlocks | None:

@@ -14,7 +14,7 @@ namespace sk {
 enum Type : int32_t {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, INT4 = 4, Q4_0 = 5, Q5_0 = 6, Q4_K = 7, Q5_K = 8, Q6_K = 9, TYPES = 10
 };
-constexpr int GROUP = 32;      // inputs with one scale, and of which a product's inputs share one
+constexpr int GROUP = 32;  // inputs with one scale, of weights and of a product's rows
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
@@ -54,7 +54,7 @@ struct Int8 {
   static void read_scales(const uint8_t* block, uint8_t* unit, int64_t lane) { store_lane(unit, lane, half_at(block, 0)); }
 };
 
-// Codes of 4 bits of 32 inputs, of which the first 16 are the low halves.
+// Codes of 4 bits of 32 inputs. The low halves are the first 16 inputs, the high halves the others.
 inline void read_halves(const uint8_t* from, uint8_t* codes) {
   for (int i = 0; i < GROUP / 2; i++) {
     codes[i] = from[i] & 15;
