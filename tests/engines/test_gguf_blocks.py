@@ -10,7 +10,7 @@ import torch
 import skipstone
 from skipstone.engines.mapped_loading import load_for_decoding
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native.weights import BLOCKS
+from skipstone.engines.native.weights import BLOCKS, STORED
 from skipstone.models.mapped_model import MappedModel
 from tests.helpers import families
 from tests.helpers.gguf_files import WrittenModel, write_model
@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_weights_of_the_file(kind: str, name: str, tmp_p
     assert error < 0.2 * rounding, f"{error:.3g} where rounding makes {rounding:.3g}"
 
 
-@round_robin(kind=BLOCKS, name=MODELS)
+@round_robin(kind=STORED, name=MODELS)
 def test_a_token_has_the_same_bits_in_every_pass(kind: str, name: str, tmp_path: Path) -> None:
     runner, ids = ModelRunner(loaded(written(tmp_path, name, kind).path)), text()
     expected = chain(runner, ids, 1)
@@ -59,7 +59,7 @@ def test_a_token_has_the_same_bits_in_every_pass(kind: str, name: str, tmp_path:
         assert_same_bits(chain(runner, ids, width), expected)
 
 
-@round_robin(method=METHODS, kind=BLOCKS)
+@round_robin(method=METHODS, kind=STORED)
 def test_greedy_texts_of_methods_are_those_of_plain_decoding(method: str, kind: str, tmp_path: Path) -> None:
     model, ids = loaded(written(tmp_path, "llama", kind).path), families.prompts(1)[0][None]
     if method == "speculative":

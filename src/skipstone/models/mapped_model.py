@@ -14,6 +14,7 @@ from skipstone.models.families import Family, InputStep, RotarySource
 from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.layer_variants import ACTIVATIONS
 from skipstone.models.mapped_config import SLIDING, MappedConfig, UnmappableError
+from skipstone.models.mapped_files import read_bytes
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 
@@ -124,7 +125,7 @@ class MappedModel(nn.Module):
     """A causal language model without transformers. UnmappableError if the files have other tensors than the config says.
 
     config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. places: where the files
-    have a weight, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
+    have a matrix, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
     report_packed: an engine calls it with the number of weights in each matrix that it has packed. Weights keep the types of
     the files. widens_to: the dtype that the engine widens them to, the model's; None if it computes every type as it is stored.
     """
@@ -195,8 +196,11 @@ class MappedModel(nn.Module):
         if self._dtype not in (stored.dtype, torch.float32):
             raise UnmappableError(f"has {name} in {stored.dtype}, expected {self._dtype}")
         self._unread.discard(name)
+        place = self.files.file_place(name)
+        if len(shape) == 1 and place is not None:
+            stored, place = torch.frombuffer(read_bytes(*place, stored.nbytes), dtype=stored.dtype), None
         weight: Any = stored if isinstance(stored, PackedWeight) else nn.Parameter(stored, requires_grad=False)
-        if (place := self.files.file_place(name)) is not None:
+        if place is not None:
             self.places[weight] = place
         return weight
 

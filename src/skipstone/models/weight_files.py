@@ -48,13 +48,13 @@ class WeightFiles(MappedFiles):
 
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__(paths)
-        self._headers = [*map(_header, self._handles)]
-        self.identity = self._identity(self._headers)
-        for path in self._paths:
+        self._headers = [*map(_header, self.handles)]
+        self.identity = self.identity_with(self._headers)
+        for path in self.paths:
             safe_open(path, "pt")  # checks the header; its tensors would be read ahead from the disk
         self._places = {
             name: FilePlace(handle, LENGTH_BYTES + len(header) + about["data_offsets"][0])
-            for handle, header in zip(self._handles, self._headers, strict=True)
+            for handle, header in zip(self.handles, self._headers, strict=True)
             for name, about in json.loads(header).items()
             if name != "__metadata__"
         }
@@ -75,7 +75,7 @@ class WeightFiles(MappedFiles):
     def mapped(self) -> dict[str, Tensor]:
         """The tensors of DTYPES in new mappings, which bring only those pages into memory that are read."""
         found = {}
-        for handle, header in zip(self._handles, self._headers, strict=True):
+        for handle, header in zip(self.handles, self._headers, strict=True):
             pages = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
             pages.madvise(mmap.MADV_RANDOM)
             for name, about in json.loads(header).items():

@@ -24,7 +24,7 @@ from skipstone.models.layer_variants import ACTIVATIONS, LAYER_VARIANTS
 from skipstone.models.mapped_model import Activation, MappedModel
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.quantised_checkpoints import kernel
-from skipstone.models.weight_files import FilePlace
+from skipstone.models.weight_files import DTYPES, FilePlace
 from skipstone.models.weight_version import AttributeValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -33,6 +33,8 @@ QUANTIZED = {"int8": 3, "int4": 4}
 """Types of quantised weights and their numbers in the C ABI."""
 BLOCKS = {"Q8_0": 3, "Q4_1": 4, "Q4_0": 5, "Q5_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
 """GGUF's types of blocks that are computed as they are stored, and their numbers in the C ABI."""
+STORED = BLOCKS | {name: TYPES[dtype] for name, dtype in DTYPES.items()}
+"""All types of GGUF files that are computed as they are stored."""
 QUANTIZED_HEAD = "int8"
 """Type of a quantised LM head, for any type of the layers. Errors of the head go straight into the logits."""
 CHUNK = 128 << 20
@@ -334,7 +336,7 @@ class NativeWeights:
         if quantize is not None:
             return QUANTIZED[quantize]
         blocks = blocks_of(weight)
-        return TYPES[self._widened or weight.dtype] if blocks is None else BLOCKS.get(blocks.kind, TYPES[torch.float32])
+        return TYPES[self._widened or weight.dtype] if blocks is None else STORED.get(blocks.kind, TYPES[torch.float32])
 
     @property
     def memory(self) -> list[Tensor]:
@@ -363,10 +365,10 @@ class NativeWeights:
             rows = dense(weight.detach(), free=1)
             address = pointer("a weight", rows, rows.shape, weight.dtype, free=1)
             kind, stride, row_bytes = TYPES[weight.dtype], rows.stride(0), rows.stride(0) * weight.itemsize
-        elif blocks.kind in BLOCKS:
+        elif blocks.kind in STORED:
             rows = None if place else blocks.rows()
             address = 0 if rows is None else rows.ctypes.data
-            kind, stride, row_bytes = BLOCKS[blocks.kind], 0, blocks.row_bytes
+            kind, stride, row_bytes = STORED[blocks.kind], 0 if blocks.kind in BLOCKS else weight.shape[1], blocks.row_bytes
         else:
             return RowSource(0, weight.shape[1], -1, 0, 0, blocks)
         file, begin = (-1, address) if place is None else place
@@ -428,7 +430,7 @@ def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
     for one in model.parameters():
         if one.dim() == 2:
             blocks, computed = blocks_of(one), matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize)
-            kind = str(one.dtype).removeprefix("torch.") if blocks is None else blocks.kind
+            kind = str(one.dtype if blocks is None else DTYPES.get(blocks.kind, blocks.kind)).removeprefix("torch.")
             stored = one.numel() * one.element_size() if blocks is None else blocks.nbytes
             before = found.get(kind, TensorPath(kind, 0, 0, 0))
             found[kind] = TensorPath(kind, before.matrices + 1, before.stored_bytes + stored, before.computed_bytes + computed)
@@ -446,7 +448,7 @@ def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:
     """Bytes of one matrix as "int8" or "int4". None: without quantisation."""
     blocks = blocks_of(matrix)
     if quantize is None and blocks is not None:
-        return blocks.nbytes if blocks.kind in BLOCKS else float_bytes(blocks)
+        return blocks.nbytes if blocks.kind in STORED else float_bytes(blocks)
     bytes_of_32 = {"int8": 34, "int4": 20}.get(quantize or "", 32 * matrix.element_size())
     return math.prod(matrix.shape) * bytes_of_32 // 32
 

@@ -84,8 +84,8 @@ class GgufError(ValueError):
 class StoredTensor(NamedTuple):
     """A tensor of a file.
 
-    kind: a name in BLOCK_TYPES. shape: (..., outputs, inputs). file: descriptor, open as long as the `GgufFile` lives. offset:
-    of the first byte in the file. data: [nbytes] uint8 in the mapped file.
+    kind: a name in BLOCK_TYPES. shape: (..., outputs, inputs). file: descriptor, open as long as `GgufFile.files` lives.
+    offset: of the first byte in the file. data: [nbytes] uint8 in the mapped file.
     """
 
     name: str
@@ -97,18 +97,18 @@ class StoredTensor(NamedTuple):
     data: NDArray[np.uint8]
 
 
-class GgufFile(MappedFiles):
+class GgufFile:
     """A model in a GGUF file, or in several that are named MODEL-00001-of-00003.gguf. GgufError for a damaged one, OSError for
     one that cannot be opened.
 
     path: of any of the files. metadata: int, float, bool or str by key; arrays of numbers as NumPy arrays, arrays of strings as
-    list[bytes]. tensors: by name. identity: as in `WeightFiles`.
+    list[bytes]. tensors: by name. files: which tensors and weights need. identity: as in `WeightFiles`.
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(_siblings(path))
-        headers = [_Header(path, handle) for path, handle in zip(self._paths, self._handles, strict=True)]
-        self.identity = self._identity(memoryview(header.pages)[: header.position] for header in headers)
+        self.files = MappedFiles(_siblings(path))
+        headers = [_Header(path, handle) for path, handle in zip(self.files.paths, self.files.handles, strict=True)]
+        self.identity = self.files.identity_with(memoryview(header.pages)[: header.position] for header in headers)
         self.metadata = headers[0].metadata
         self.tensors: dict[str, StoredTensor] = {}
         for index, header in enumerate(headers):

@@ -61,14 +61,14 @@ class SentencePieceBackend:
         around: tuple[Sequence[int], Sequence[int]] = ((), ()),
         stripping: Set[int] = frozenset(),
     ) -> None:
-        self._tokens, self.unknown_id, self._spaces = tokens, unknown_id, spaces
+        self._size, self.unknown_id, self._spaces = len(tokens), unknown_id, spaces
         self._before, self._after = map(list, around)
         self._stripping = {tokens[number] for number in stripping}
         types = types.copy()
         types[unknown_id] = TokenType.UNKNOWN
         self._special = set(np.flatnonzero(np.isin(types, (TokenType.CONTROL, TokenType.UNKNOWN))).tolist())
         is_added = np.isin(types, (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED))
-        self._added = np.flatnonzero(is_added).tolist()
+        self._added = {number: tokens[number] for number in np.flatnonzero(is_added).tolist()}
         types[is_added] = TokenType.USER_DEFINED  # the library finds tokens of no other type whole
         self._processor = SentencePieceProcessor(model_proto=_model(tokens, scores, types))
         self.decoder: Any = llama_steps({"add_prefix_space": spaces != "never"})[2]
@@ -79,8 +79,8 @@ class SentencePieceBackend:
             ids = self._processor.encode(self._with_spaces(text).encode())
         except UnicodeEncodeError as error:
             raise TypeError(f"a text has no lone surrogates, found one at {error.start}") from error
-        if len(self._tokens) in ids:
-            ids = [self.unknown_id if number == len(self._tokens) else number for number in ids]
+        if self._size in ids:
+            ids = [self.unknown_id if number == self._size else number for number in ids]
         return Encoding([*self._before, *ids, *self._after] if add_special_tokens else ids)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[Encoding]:
@@ -95,24 +95,27 @@ class SentencePieceBackend:
 
     def id_to_token(self, number: int) -> str | None:
         """The token of an id; None for an id without one."""
-        return self._tokens[number] if 0 <= number < len(self._tokens) else None
+        if number in self._added:
+            return self._added[number]
+        return self._processor.id_to_piece(number) if 0 <= number < self._size else None
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token; None for another text."""
-        return self._ids.get(token)
+        number = self._processor.piece_to_id(_piece(token))
+        return number if number < self._size and self.id_to_token(number) == token else None
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
         """Token -> id. Added tokens are in the vocabulary in any case."""
-        return dict(self._ids)
+        return {str(self.id_to_token(number)): number for number in range(self._size)}
 
     def get_vocab_size(self, with_added_tokens: bool = True) -> int:
         """Number of ids."""
-        return len(self._tokens)
+        return self._size
 
     def get_added_tokens_decoder(self) -> dict[int, AddedToken]:
         """Id -> token that is found anywhere in a text."""
         special = self._special
-        return {number: AddedToken(self._tokens[number], special=number in special, normalized=False) for number in self._added}
+        return {number: AddedToken(one, special=number in special, normalized=False) for number, one in self._added.items()}
 
     def to_str(self) -> str:
         """A hash of the vocabulary and the settings."""
@@ -131,20 +134,21 @@ class SentencePieceBackend:
 
     @cached_property
     def _whole(self) -> set[str]:
-        return {self._tokens[number] for number in self._added}
+        return {*self._added.values()}
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         return re.compile(f"({'|'.join(map(re.escape, sorted(self._whole, key=len, reverse=True)))})")
 
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        return {token: number for number, token in enumerate(self._tokens)}
+
+def _piece(token: str) -> str:
+    """A token as SentencePiece writes it."""
+    return token.replace(" ", SPACE)
 
 
 def _model(tokens: Sequence[str], scores: np.ndarray, types: np.ndarray) -> bytes:
     """A SentencePiece model in the format of sentencepiece_model.proto. Its last piece stands for unknown characters."""
-    pieces = [token.replace(" ", SPACE).encode() for token in (*tokens, _UNKNOWN_PIECE)]
+    pieces = [_piece(token).encode() for token in (*tokens, _UNKNOWN_PIECE)]
     ends = np.zeros(len(pieces), [("score_tag", "u1"), ("score", "<f4"), ("type_tag", "u1"), ("type", "u1")])
     ends["score_tag"], ends["type_tag"] = 2 << 3 | 5, 3 << 3  # fields 2 (of 4 bytes) and 3 (a varint)
     ends["score"][:-1], ends["type"][:-1], ends["type"][-1] = scores, types, TokenType.UNKNOWN

@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skipstone.models.gguf.reader import BLOCK_TYPES, GgufFile, StoredTensor
+from skipstone.models.mapped_files import read_bytes
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, read_only_buffers
 from skipstone.utils.extras import installed
 
 
 class StoredBlocks:
-    """A matrix in the blocks of a GGUF file: the source of a `PackedWeight`.
+    """A matrix of a GGUF file: the source of a `PackedWeight`.
 
-    kind: a type of BLOCK_TYPES. shape: [outputs, inputs]. heads: number of heads whose rotated halves alternate in the file's
-    rows, as llama.cpp stores queries and keys; 0 if the rows are in transformers' order.
+    kind: a type of BLOCK_TYPES, plain ones included. shape: [outputs, inputs]. heads: number of heads whose rotated halves
+    alternate in the file's rows, as llama.cpp stores queries and keys; 0 if the rows are in transformers' order.
     """
 
     def __init__(self, tensor: StoredTensor, heads: int) -> None:
@@ -32,8 +33,12 @@ class StoredBlocks:
         return self.nbytes // self.shape[0]
 
     def rows(self, begin: int = 0, end: int | None = None) -> NDArray[np.uint8]:
-        """[end - begin, row_bytes]: the blocks of some rows in transformers' order, copied if the file has another order."""
-        return _in_order(self._tensor.data.reshape(self.shape[0], self.row_bytes), self._heads, begin, end)
+        """[end - begin, row_bytes]: a copy of some rows in transformers' order."""
+        end = self.shape[0] if end is None else end
+        first, last = (0, self.shape[0]) if self._heads else (begin, end)
+        stored = read_bytes(self._tensor.file, self._tensor.offset + first * self.row_bytes, (last - first) * self.row_bytes)
+        rows = np.frombuffer(stored, np.uint8).reshape(-1, self.row_bytes)
+        return rows[_order(len(rows), self._heads)[begin:end]] if self._heads else rows
 
     def floats(self, begin: int, end: int) -> Tensor:
         """[end - begin, inputs] float32: the weights of some rows."""
@@ -50,12 +55,12 @@ class GgufWeights:
     """The tensors of a GGUF file, with the attributes and methods of `WeightFiles`.
 
     names: transformers' name of a tensor -> its name in the file, and `StoredBlocks.heads`. A name that the file lacks is none
-    of this object's. file: the mapped file.
+    of this object's. The metadata are not kept.
     """
 
     def __init__(self, file: GgufFile, names: Mapping[str, tuple[str, int]]) -> None:
-        self.file, self.identity = file, file.identity
-        self.are_unwritten, self.is_current = file.are_unwritten, file.is_current
+        self._files, self.identity = file.files, file.identity
+        self.are_unwritten, self.is_current = self._files.are_unwritten, self._files.is_current
         self._stored = {name: (file.tensors[own], heads) for name, (own, heads) in names.items() if own in file.tensors}
         others = file.tensors.keys() - {own for own, _ in names.values()}
         self.names = [*self._stored, *others]
@@ -65,11 +70,12 @@ class GgufWeights:
 
     @read_only_buffers()
     def __getitem__(self, name: str) -> Tensor:
-        """A tensor in the memory of the mapped file: plain for a type of DTYPES, a `PackedWeight` of float32 for blocks."""
+        """A tensor in the memory of the mapped file. A matrix in blocks or in another order of rows is a `PackedWeight` of
+        float32."""
         tensor, heads = self._stored[name]
-        if (dtype := DTYPES.get(tensor.kind)) is not None:
+        if (dtype := DTYPES.get(tensor.kind)) is not None and not (heads and len(tensor.shape) > 1):
             plain = torch.frombuffer(tensor.data, dtype=dtype).view(tensor.shape)
-            return _in_order(plain, heads)
+            return plain[_order(len(plain), heads)] if heads else plain
         source = StoredBlocks(tensor, heads)
         return PackedWeight(source, torch.empty((1, 1), dtype=torch.float32, device="cpu").expand(tensor.shape))
 
@@ -89,12 +95,9 @@ class GgufWeights:
         return (one.kind, one.shape) == (two.kind, two.shape) and np.array_equal(one.data, two.data)
 
 
-def _in_order(rows: Any, heads: int, begin: int = 0, end: int | None = None) -> Any:
-    """Some rows of [heads * h, ...] in transformers' order. They are copied if the file alternates the halves of each head."""
-    if not heads:
-        return rows[begin:end]
-    places = np.arange(len(rows)).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    return rows[places[begin:end]]
+def _order(size: int, heads: int) -> NDArray[np.int64]:
+    """[size]: where a file that alternates the halves of each head has transformers' rows."""
+    return np.arange(size).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
 def blocks_of(weight: Any) -> StoredBlocks | None:
