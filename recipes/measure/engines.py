@@ -8,7 +8,8 @@ llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of
 prompts as one batch, with their ratios, and whether their texts are those of plain decoding. It also prints their share of the
 speed that the memory's bandwidth allows (measured before and after every round), the milliseconds of passes of 1 to 32 rows
 after 150 tokens, and of a prefill of 512 tokens. --prompts: JSON lines with "prompt"; default: the bundled model's own. All
-texts have --new tokens. gguf_files.py compares GGUF files with llama.cpp. Measure on an idle machine.
+texts have --new tokens. A GGUF file as MODEL is computed as it is stored, by the native engine only. gguf_files.py measures the
+starts and the memory of such files. Measure on an idle machine.
 """
 
 import argparse
@@ -27,17 +28,19 @@ import torch
 import skipstone
 from skipstone.engines.host_transfer import left_padded
 from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.mapped_loading import load_to_measure
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.threads import cores
+from skipstone.engines.native.weights import quantised_bytes
 from skipstone.lab.bench.peers.ggml import SETTLES, LlamaCppProcess
 from skipstone.lab.bench.peers.hf import HFGenerate
 from skipstone.lab.tasks.data_sets import named
 from skipstone.lab.timing import machine
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.passes import Pass
 
 CONTEXT = 150  # tokens before the passes that are timed
 PREFILL = 512  # tokens of the prefill that is timed
-QUANTIZED_BYTES = {"int8": 34 / 32, "int4": 20 / 32}  # of a weight: a group of 32 has its codes and one or two float16 numbers
 REPEATS = 40  # passes of each width
 
 Answer = tuple[list[int], float]  # (new ids, seconds)
@@ -89,14 +92,16 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    model, tokenizer = skipstone.load(args.model, dtype=dtype)
+    loaded = load_to_measure(args.model, dtype=dtype)
+    model, tokenizer = loaded
+    left_out = ["transformers", "eager"] if isinstance(loaded[0], MappedModel) else args.without
     model.generation_config.eos_token_id = None  # all texts are equally long
     if args.prompts is None:
         task = named("self")
         texts = [task.ask(row)[0] for row in task.records(None)[::5]]
     else:
         texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines() if line.strip()]
-    prompts = [tokenizer.encode(text) for text in texts[: args.max_prompts]]
+    prompts = [tokenizer(text)["input_ids"] for text in texts[: args.max_prompts]]
 
     def generate_with_transformers(ids: list[int], new: int) -> Answer:
         prompt, began = torch.tensor([ids]), time.perf_counter()
@@ -116,12 +121,12 @@ def main() -> None:
         return call
 
     decoders: dict[str, Callable[[list[int], int], Answer]] = {}
-    if "transformers" not in args.without:
+    if "transformers" not in left_out:
         decoders["transformers"] = generate_with_transformers
     if args.llama_cpp:
         peer = LlamaCpp(args.llama_cpp)
         decoders[peer.name] = peer
-    if "eager" not in args.without:
+    if "eager" not in left_out:
         decoders["eager, plain"] = skipstone_decoder("eager", "autoregressive")
     decoders["native, plain"] = skipstone_decoder("native", "autoregressive")
     decoders.update({f"native, {method}": skipstone_decoder("native", method) for method in args.method})
@@ -145,12 +150,7 @@ def main() -> None:
 
 def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
     """Bytes that one token of plain decoding reads after `length` others: weights, keys and values."""
-    weights = machine.weight_bytes(model)
-    if quantize is not None:
-        head = model.get_output_embeddings().weight
-        matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
-        weights = int((matrices - head.numel()) * QUANTIZED_BYTES[quantize] + head.numel() * QUANTIZED_BYTES["int8"])
-    return weights + machine.kv_bytes(model) * length
+    return quantised_bytes(model, quantize) + machine.kv_bytes(model) * length
 
 
 def measure(
@@ -238,7 +238,9 @@ def report_passes(runner: ModelRunner) -> None:
     print(f"| ms | {' | '.join(f'{statistics.median(times[rows]):.2f}' for rows in widths)} |")
     print(f"| least ms | {' | '.join(f'{min(times[rows]):.2f}' for rows in widths)} |")
     if runner.max_positions >= PREFILL:
-        runners = {"native": runner, "eager": ModelRunner(runner.model, "eager")}
+        runners = {"native": runner}
+        if not isinstance(runner.model, MappedModel):
+            runners["eager"] = ModelRunner(runner.model, "eager")
         stores = {name: store_of(model) for name, model in runners.items()}
         prefill_times: dict[str, list[float]] = {name: [] for name in runners}
         for _ in range(6):
