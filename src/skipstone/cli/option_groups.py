@@ -89,7 +89,7 @@ def expect_model(name: str | None) -> None:
     if name is None:
         return
     from skipstone.models.fetching import fetch, hub_name, local_model
-    from skipstone.models.gguf.transformers_loading import expect_gguf
+    from skipstone.models.gguf.reader import expect_gguf
 
     path = Path(local_model(name)).expanduser()
     if path.is_file():

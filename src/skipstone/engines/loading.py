@@ -29,11 +29,12 @@ from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models import torch_defaults
+from skipstone.models import unpacked_gguf as gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
 from skipstone.models.device_map import usable_device
 from skipstone.models.fetching import cached_folder, choose_gguf_error, hub_name, local_model, not_found_error
 from skipstone.models.generation_config import FILE, KEPT_DEFAULTS, read_generation_config, refuse_small_values
-from skipstone.models.gguf import transformers_loading as gguf
+from skipstone.models.gguf.reader import GgufError, GgufFile, expect_gguf
 from skipstone.models.known_types import REFUSED
 from skipstone.models.quantised_checkpoints import expect_loadable
 from skipstone.models.tensor_parallel import cannot_share
@@ -127,17 +128,27 @@ def load_model(  # noqa: PLR0913
             )
         options["attn_implementation"] = attn_implementation
     if "gguf_file" in options:
-        options |= gguf.unpacked()
-        config, auto = {}, auto_class(None)
+        path = Path(name, options.pop("gguf_file"))
+        with _explained_errors(f"the GGUF file {path}", "fetch it again", name), torch_defaults.loading():
+            model = gguf.load_model(path, dtype, **options)
     else:
-        config = _read_config(name, revision)
-        auto = _auto_class(name, config, trust_remote_code)
-        if generation_config is not None:
-            options["generation_config"] = generation_config
-        elif (values := _read_defaults(name, revision)) is not None:
-            build_generation_config(values, f"{FILE} of {name}")  # checks it
+        model = _load_checkpoint(name, dtype, generation_config, options)
+    return (model if placed else model.to(place)).eval()  # pyright: ignore[reportArgumentType]
+
+
+def _load_checkpoint(
+    name: str, dtype: torch.dtype | str, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> PreTrainedModel:
+    """A model of a folder or a hub id. options: of `from_pretrained`."""
+    revision, trust_remote_code = options.get("revision"), options["trust_remote_code"]
+    config = _read_config(name, revision)
+    auto = _auto_class(name, config, trust_remote_code)
+    if generation_config is not None:
+        options["generation_config"] = generation_config
+    elif (values := _read_defaults(name, revision)) is not None:
+        build_generation_config(values, f"{FILE} of {name}")  # checks it
     expect_loadable(config.get("quantization_config"))
-    with _explained_errors(f"the checkpoint {name}", OF_CHECKPOINT, name, options, config), torch_defaults.loading():
+    with _explained_errors(f"the checkpoint {name}", OF_CHECKPOINT, name, config), torch_defaults.loading():
         loaded: Any = auto.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -145,25 +156,21 @@ def load_model(  # noqa: PLR0913
     expect_fit(name, config.get("model_type"), model, report)
     if not Path(name).exists() and (folder := cached_folder(name, revision, "config.json")) is not None:
         setattr(model.config, COMMIT, folder.name)
-    return (model if placed else model.to(place)).eval()
+    return model
 
 
 @contextmanager
-def _explained_errors(
-    what: str, remedy: str, place: str, options: Mapping[str, Any], config: Mapping[str, Any] | None = None
-) -> Iterator[None]:
+def _explained_errors(what: str, remedy: str, place: str, config: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Turn any error of a library that reads files into one sentence, as an OSError or a ValueError.
 
-    what: name of the files. remedy: for incomplete files. place, options: as in `_locate`. config: its values, to explain the
-    cause. The system's OSErrors, which name the file, and missing packages pass unchanged.
+    what: name of the files. remedy: for incomplete files. place: as in `_locate`. config: its values, to explain the cause. The
+    system's OSErrors, which name the file, errors about GGUF files and missing packages pass unchanged.
     """
     try:
         yield
-    except ImportError:
+    except (ImportError, GgufError):
         raise
     except Exception as error:  # libraries fail in any way on unexpected contents
-        if "gguf_file" in options and isinstance(error, gguf.FAILURES):
-            raise gguf.explained(Path(place, options["gguf_file"]), error) from error
         if (reason := out_of_memory(error)) is not None:
             raise type(error)(f"{what} cannot be loaded: {reason}") from error
         if isinstance(error, OSError) and error.filename is not None:
@@ -237,7 +244,7 @@ def _tensor_parallel_options(name: str, tp_plan: str, revision: str | None) -> d
 def _read_config(name: str, revision: str | None) -> dict[str, Any]:
     """The config of a checkpoint as plain JSON values. OSError without one, so that an unreachable hub is tried only once."""
     try:
-        with _explained_errors(f"the config.json of {name}", OF_CONFIG, name, {}):
+        with _explained_errors(f"the config.json of {name}", OF_CONFIG, name):
             config = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
             if not isinstance(config, dict):  # transformers does not check it
                 raise TypeError(f"expected a JSON object of settings, found {config!r}")
@@ -324,16 +331,20 @@ def _auto_class(name: str, config: dict[str, Any], trust_remote_code: bool) -> A
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer alone, as `load` loads it."""
     place, options = _locate(name)
-    with _explained_errors(f"the tokenizer of {name}", OF_TOKENIZER, place, options):
+    with _explained_errors(f"the tokenizer of {name}", OF_TOKENIZER, place):
+        if "gguf_file" in options:
+            return gguf.load_tokenizer(Path(place, options["gguf_file"]))
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code, **options)
 
 
 def expect_config(name: str | Path) -> None:
     """OSError or ValueError if a name has no readable config. Loads nothing else."""
     place, options = _locate(name)
-    if "gguf_file" not in options:
-        _read_config(place, options.get("revision"))
-    with _explained_errors(f"the config of {name}", OF_CONFIG, place, options):
+    if "gguf_file" in options:
+        GgufFile(Path(place, options["gguf_file"]))
+        return
+    _read_config(place, options.get("revision"))
+    with _explained_errors(f"the config of {name}", OF_CONFIG, place):
         AutoConfig.from_pretrained(place, **options)
 
 
@@ -342,7 +353,8 @@ def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:
     names."""
     path = Path(local_model(name)).expanduser()
     if path.is_file():
-        return str(path.parent), gguf.options(path)
+        expect_gguf(path)
+        return str(path.parent), {"gguf_file": path.name}
     if path.exists():
         return str(path), {}
     meant = hub_name(name)

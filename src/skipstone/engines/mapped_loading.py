@@ -18,11 +18,11 @@ from skipstone.engines.native import library, packed_cache
 from skipstone.engines.native.weights import BLOCKS, QUANTIZED, packed_weights, quantised_bytes, tensor_paths
 from skipstone.models.fetching import local_model
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
-from skipstone.models.gguf.architectures import config_values, tensor_sources
 from skipstone.models.gguf.reader import GgufError, GgufFile
-from skipstone.models.gguf.tokenizer import gguf_tokenizer, stop_ids
+from skipstone.models.gguf.tokenizer import gguf_tokenizer
 from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
+from skipstone.models.mapped_gguf import gguf_path, map_gguf
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.tokenizer import FURTHER_FILES, read_tokenizer
 from skipstone.models.vocabularies import COMMIT
@@ -92,16 +92,6 @@ def load_to_measure(name: str | Path | None = None, **arguments: Any) -> tuple[A
     return loading.load(name, **arguments)
 
 
-def expect_loadable(name: str | Path) -> None:
-    """OSError or ValueError if a name has no readable config. Loads nothing else."""
-    from skipstone.engines import loading
-
-    if (path := gguf_path(local_model(name))) is not None:
-        GgufFile(path)
-    else:
-        loading.expect_config(name)
-
-
 def expect_memory(model: MappedModel, quantize: str | None) -> None:
     """ValueError if the panels of a model would not fit into the memory that is free. Panels in the disk's cache need none."""
     remedy = "end other programs"
@@ -146,7 +136,9 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
     model."""
     name = None if name is None else local_model(name)
     if name is not None and (path := gguf_path(name)) is not None:
-        return _read_gguf(path, dtype)
+        if dtype not in ("auto", "float32", torch.float32):
+            raise UnmappableError(f"is unpacked to {dtype}: the native engine computes in float32")
+        return map_gguf(path)
     folder = NANO if name is None else _folder_of(name)
     config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
     config.name_or_path = str(folder if name is None else name)
@@ -158,23 +150,6 @@ def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tu
     own = folder / FILE
     fields = GenerationFields(read_generation_config(own)) if own.exists() else GenerationFields.of_config(config.to_dict())
     return MappedModel(config, weight_files(folder), fields, None if isinstance(dtype, str) else dtype), folder
-
-
-def _read_gguf(path: Path, dtype: torch.dtype | str) -> tuple[MappedModel, GgufFile]:
-    """The native engine computes in float32 from the blocks of the file, so it has no other dtype."""
-    if dtype not in ("auto", "float32", torch.float32):
-        raise UnmappableError(f"is unpacked to {dtype}")
-    file = GgufFile(path)
-    config = MappedConfig(config_values(file))
-    config.name_or_path = str(path)
-    fields = GenerationFields.of_config(config.to_dict() | {"eos_token_id": stop_ids(file.metadata) or None})
-    return MappedModel(config, GgufWeights(file, tensor_sources(file, config)), fields), file
-
-
-def gguf_path(name: str | Path) -> Path | None:
-    """The path of a GGUF file; None for another name."""
-    path = Path(name).expanduser()
-    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _folder_of(name: str | Path) -> Path:

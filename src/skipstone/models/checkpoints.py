@@ -27,11 +27,11 @@ OTHER_SENSES = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projecto
 SCALES = re.compile(r"\.(q|k|v|kv)_(scale|zero_point)$")  # of keys and values in an 8-bit cache, which skipstone does not use
 
 
-def auto_class(kind: str | None) -> Any:
-    """transformers' class for a model type: causal language models, or multimodal models around one. None means an unknown
-    type, as in a GGUF file. ValueError for other types."""
+def auto_class(kind: str) -> Any:
+    """transformers' class for a model type: causal language models, or multimodal models around one. ValueError for other
+    types."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if kind is None or CONFIG_MAPPING[kind] in auto._model_mapping:  # includes classes that a user has registered
+        if CONFIG_MAPPING[kind] in auto._model_mapping:  # includes classes that a user has registered
             return auto
     raise ValueError(
         f"transformers loads {kind} models by neither AutoModelForCausalLM nor AutoModelForImageTextToText, the classes "

@@ -8,12 +8,12 @@ import torch
 
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.models.gguf.architectures import config_values, tensor_sources
+from skipstone.models.gguf.architectures import config_values
 from skipstone.models.gguf.reader import GgufFile
-from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
-from skipstone.models.mapped_model import MappedModel
+from skipstone.models.mapped_gguf import map_gguf
 from skipstone.models.passes import Pass
+from skipstone.models.unpacked_gguf import load_model
 from tests.helpers import families
 from tests.helpers.gguf_files import write_model
 
@@ -50,16 +50,12 @@ def test_its_logits_are_those_of_transformers(variant: str, kind: str, tmp_path:
     ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         logits = expected(ids).logits[0]
-    found, from_modules = logits_of(model_of(path), ids), logits_of(expected, ids)
+        unpacked = load_model(path, "auto")(ids).logits[0]
+    found, from_modules = logits_of(map_gguf(path)[0], ids), logits_of(expected, ids)
     assert torch.allclose(found, logits, atol=1e-3)
+    assert torch.allclose(unpacked, logits, atol=1e-3)
     if variant != "llama3":  # a file has quotients of its frequencies, which are rounded
         assert torch.equal(found, from_modules)
-
-
-def model_of(path: Path) -> MappedModel:
-    file = GgufFile(path)
-    config = MappedConfig(config_values(file))
-    return MappedModel(config, GgufWeights(file, tensor_sources(file, config)), None)
 
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -99,4 +95,4 @@ def test_what_it_does_not_know_is_left_to_transformers(reason: str, tmp_path: Pa
 def test_a_tensor_too_many_is_left_to_transformers(name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", families.cached("llama"), further={name: torch.ones(4, 4).numpy()}).path
     with pytest.raises(UnmappableError, match="tensors that are not in its config"):
-        model_of(path)
+        map_gguf(path)

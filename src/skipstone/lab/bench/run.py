@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from skipstone.assets import BUNDLED
 from skipstone.decoding.stats import Stats
 from skipstone.engines.exit_statistics import ExitTally, layer_states
-from skipstone.engines.mapped_loading import expect_loadable, load_to_measure
+from skipstone.engines.loading import expect_config
+from skipstone.engines.mapped_loading import load_to_measure
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
@@ -59,7 +60,7 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
     device = usable_device(plan.device)
     header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}
     for name in plan.models:
-        expect_loadable(name)
+        expect_config(name)
     with RunFile(path, header, machine.provenance(argv, plan.seed), fresh) as journal:
         check(path, journal.lines)
         if (commit := journal.other_commit()) is not None:

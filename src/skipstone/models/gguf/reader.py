@@ -3,6 +3,7 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
+import errno
 import mmap
 import re
 import struct
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from skipstone.models.gguf.transformers_loading import MAGIC
 from skipstone.models.mapped_files import MappedFiles
 
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+"""The first bytes of every GGUF file."""
 VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
@@ -124,6 +127,16 @@ class GgufFile:
     def architecture(self) -> str:
         """llama.cpp's name of the model's type; empty if the file has none."""
         return str(self.metadata.get("general.architecture", ""))
+
+
+def expect_gguf(path: Path) -> None:
+    """OSError for a file that is no GGUF file."""
+    if path.suffix != SUFFIX:
+        raise NotADirectoryError(errno.ENOTDIR, f"a model is a folder, this is a file that does not end in {SUFFIX}", str(path))
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC))
+    if start != MAGIC:
+        raise OSError(errno.EINVAL, f"not a GGUF file, it begins with {start!r}, expected {MAGIC!r}", str(path))
 
 
 def _siblings(path: Path) -> list[Path]:
