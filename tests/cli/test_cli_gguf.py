@@ -84,6 +84,8 @@ def test_measurements_are_of_the_blocks_as_stored(written: WrittenModel, plain: 
     assert [set(line["rows"]) for line in lines if line["kind"] == "prompt"] == [{"autoregressive", "layerskip"}] * 2
 
 
-def test_check_compares_a_file_with_transformers(written: WrittenModel) -> None:
+def test_check_compares_the_blocks_with_float64(written: WrittenModel) -> None:
     small = ("--num-prompts", 2, "--max-new-tokens", 8, "--samples", 100)
-    assert "plain decoding is transformers' own" in succeed("check", written.path, *LAYERSKIP, *small).stdout
+    found = document("check", written.path, *LAYERSKIP, *small)
+    assert found["passed"]
+    assert sum("the file's weights in float64" in one["name"] for one in found["findings"]) == 2

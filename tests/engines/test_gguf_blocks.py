@@ -13,21 +13,13 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.weights import BLOCKS, STORED
 from skipstone.models.mapped_model import MappedModel
 from tests.helpers import families
-from tests.helpers.gguf_files import WrittenModel, write_model
+from tests.helpers.gguf_files import BLOCK_MODELS, write_blocks
 from tests.helpers.native import NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin, slow_except
 from tests.helpers.quantized import rounded
 
 pytestmark = NATIVE_ONLY
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-GEMMA = {"query_pre_attn_scalar": 64, "layer_types": None, "tie_word_embeddings": True}
-MODELS: dict[str, dict[str, Any]] = {"llama": {}, "qwen2": {"use_sliding_window": False}, "gemma3_text": GEMMA, "phi3": {}}
-"""Families and config fields: permuted queries and keys, biases, a tied head, fused matrices."""
 METHODS = ["layerskip exit_layer=2", "prompt_lookup", "speculative", "auto"]
-
-
-def written(folder: Path, name: str, kind: str, layers: int = 4) -> WrittenModel:
-    return write_model(folder / f"{kind}.gguf", families.build(name, layers=layers, **SIZES, **MODELS[name]), kind)
 
 
 def loaded(path: Path) -> MappedModel:
@@ -36,9 +28,9 @@ def loaded(path: Path) -> MappedModel:
     return model
 
 
-@round_robin(kind=BLOCKS, name=MODELS)
+@round_robin(kind=BLOCKS, name=BLOCK_MODELS)
 def test_logits_are_those_of_the_weights_of_the_file(kind: str, name: str, tmp_path: Path) -> None:
-    path, model = written(tmp_path, name, kind, layers=1)  # later ones multiply the few inputs that round the other way
+    path, model = write_blocks(tmp_path, name, kind, layers=1)  # later ones multiply the few inputs that round the other way
     found, _ = chain(ModelRunner(loaded(path)), ids := text(), 8)
     unrounded = model(ids[None]).logits[0]
     for module in model.modules():
@@ -50,9 +42,9 @@ def test_logits_are_those_of_the_weights_of_the_file(kind: str, name: str, tmp_p
     assert error < 0.2 * rounding, f"{error:.3g} where rounding makes {rounding:.3g}"
 
 
-@round_robin(kind=STORED, name=MODELS)
+@round_robin(kind=STORED, name=BLOCK_MODELS)
 def test_a_token_has_the_same_bits_in_every_pass(kind: str, name: str, tmp_path: Path) -> None:
-    runner, ids = ModelRunner(loaded(written(tmp_path, name, kind).path)), text()
+    runner, ids = ModelRunner(loaded(write_blocks(tmp_path, name, kind).path)), text()
     expected = chain(runner, ids, 1)
     for width, threads in ((2, 1), (8, 2), (64, 1), (64, 2)):
         runner.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
@@ -61,10 +53,10 @@ def test_a_token_has_the_same_bits_in_every_pass(kind: str, name: str, tmp_path:
 
 @round_robin(method=METHODS, kind=STORED)
 def test_greedy_texts_of_methods_are_those_of_plain_decoding(method: str, kind: str, tmp_path: Path) -> None:
-    model, ids = loaded(written(tmp_path, "llama", kind).path), families.prompts(1)[0][None]
+    model, ids = loaded(write_blocks(tmp_path, "llama", kind).path), families.prompts(1)[0][None]
     if method == "speculative":
         (tmp_path / "draft").mkdir()
-        method += f" draft_model={written(tmp_path / 'draft', 'llama', 'Q4_0').path}"
+        method += f" draft_model={write_blocks(tmp_path / 'draft', 'llama', 'Q4_0').path}"
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
     plain = skipstone.generate(model, ids, "autoregressive", **options)
     found = skipstone.generate(model, ids, method, **options)
@@ -75,7 +67,7 @@ def test_greedy_texts_of_methods_are_those_of_plain_decoding(method: str, kind: 
 
 @pytest.mark.parametrize("kind", slow_except(["Q5_1", "IQ4_NL"], ["Q5_1", "IQ4_NL", "Q2_K"]))
 def test_types_without_kernels_are_computed_in_float32(kind: str, tmp_path: Path) -> None:
-    path, model = written(tmp_path, "llama", kind)
+    path, model = write_blocks(tmp_path, "llama", kind)
     with pytest.warns(RuntimeWarning, match=rf"has matrices in .*{kind}.*, which are computed in float32"):
         found, _ = chain(ModelRunner(loaded(path)), ids := text(), 8)
     expected = model(ids[None]).logits[0]
@@ -83,7 +75,7 @@ def test_types_without_kernels_are_computed_in_float32(kind: str, tmp_path: Path
 
 
 def test_a_code_beyond_the_panels_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "llama", "Q8_0").path
+    path = write_blocks(tmp_path, "llama", "Q8_0").path
     tensor = next(one for one in gguf.GGUFReader(path, "r+").tensors if one.name == "blk.1.ffn_up.weight")
     tensor.data[5, 2] = 128  # -128
     tensor.data.base.flush()
@@ -92,6 +84,6 @@ def test_a_code_beyond_the_panels_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_dtype_is_unpacked_by_transformers(tmp_path: Path) -> None:
-    model, _ = load_for_decoding(written(tmp_path, "llama", "Q8_0").path, dtype=torch.bfloat16)
+    model, _ = load_for_decoding(write_blocks(tmp_path, "llama", "Q8_0").path, dtype=torch.bfloat16)
     assert not isinstance(model, MappedModel)
     assert model.dtype == torch.bfloat16

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from tests.helpers import families
+
 KINDS = gguf.GGMLQuantizationType
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """llama.cpp's names of architectures, where they are not transformers' model types."""
@@ -33,6 +35,18 @@ GRANITE = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+
+
+BLOCK_SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Config fields with which the rows of all matrices fit every type of blocks."""
+GEMMA = {"query_pre_attn_scalar": 64, "layer_types": None, "tie_word_embeddings": True}
+BLOCK_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "gemma3_text": GEMMA,
+    "phi3": {},
+}
+"""Families and config fields: permuted queries and keys, biases, a tied head, fused matrices."""
 
 
 class WrittenModel(NamedTuple):
@@ -78,6 +92,11 @@ def write_model(
         writer.add_tensor(name, values)
     finish(writer)
     return WrittenModel(path, model)
+
+
+def write_blocks(folder: Path, name: str, kind: str, layers: int = 4) -> WrittenModel:
+    """A model of a family of BLOCK_MODELS. kind: of its matrices."""
+    return write_model(folder / f"{kind}.gguf", families.build(name, layers=layers, **BLOCK_SIZES, **BLOCK_MODELS[name]), kind)
 
 
 def finish(writer: Any) -> None:

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 from skipstone.cli import terminal
-from skipstone.cli.option_groups import ENGINE, MODEL, QUANTIZE, ModelOptions, expect_model, expect_writable
+from skipstone.cli.option_groups import ENGINE, MODEL, QUANTIZE, expect_model, expect_writable
 from skipstone.cli.options import AS_JSON, option
 from skipstone.utils.files import write_whole
 
@@ -60,11 +60,12 @@ def demo(
     from rich.console import Console
 
     from skipstone.cli.runs import RunInput, show_side_by_side
+    from skipstone.engines import loading
     from skipstone.hf.generate_call import resolve_for
     from skipstone.models.generation_config import OWN_FIELD
     from skipstone.utils.processor_watch import busy_warning
 
-    loaded, tokenizer = ModelOptions(model, device="cpu", engine=engine, quantize=quantize).load(keep_weights=True)
+    loaded, tokenizer = loading.load(model, engine=engine, quantize=quantize)
     if not getattr(loaded.generation_config, OWN_FIELD, None):
         raise ValueError("this model names no method of its own (generation_config.skipstone): use `generate --compare`")
     method = resolve_for(loaded, None)

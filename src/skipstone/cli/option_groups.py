@@ -133,12 +133,10 @@ class ModelOptions(OptionGroup):
         return replace(self, model=os.path.abspath(self.model or "")) if is_path else self
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
-        """The model and its tokenizer. arguments: further ones of `skipstone.load`. With keep_weights it is a model of
-        transformers, else a GGUF file is measured as it is stored."""
-        from skipstone.engines import loading, mapped_loading
+        """The model and its tokenizer. arguments: further ones of `skipstone.load`. A GGUF file is measured as it is stored."""
+        from skipstone.engines.mapped_loading import load_to_measure
 
-        load = loading.load if arguments.get("keep_weights") else mapped_loading.load_to_measure
-        return load(self.model, **self._arguments(**{"keep_weights": False, **arguments}))
+        return load_to_measure(self.model, **self._arguments(**{"keep_weights": False, **arguments}))
 
     def _arguments(self, **arguments: Any) -> dict[str, Any]:
         """Keyword arguments of `skipstone.load`."""

@@ -155,12 +155,18 @@ class ModelRunner(DecoderModel):
 
     def read_layers(self, ids: Tensor, ranges: Sequence[range]) -> list[Tensor]:
         """Run whole texts [B, T] through ranges of layers, one after the other -> the input and each output, [B, T, d]."""
-        rows, length = ids.shape
-        store = KVCache(rows, self.depth, length)
-        positions = torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1)
+        return self.run_layers(self.embed(ids, self._positions(*ids.shape)), ranges)
+
+    def _positions(self, rows: int, length: int) -> Tensor:
+        return torch.arange(length, device=self.device, dtype=torch.int64).expand(rows, -1)
+
+    def run_layers(self, hidden: Tensor, ranges: Sequence[range]) -> list[Tensor]:
+        """As `read_layers`. hidden: [B, T, d], the states that enter the first range."""
+        rows, length, _ = hidden.shape
+        store, positions = KVCache(rows, self.depth, length), self._positions(rows, length)
         store.reserve(length)
         at = Pass(positions, positions, None, slice(0, rows), length, 0)
-        states = [self.embed(ids, positions)]
+        states = [hidden]
         for layers in ranges:
             states.append(self.run(states[-1], at, store, layers))
         return states

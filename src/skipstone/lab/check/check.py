@@ -14,7 +14,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any
@@ -40,6 +40,8 @@ from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.check import batch_invariance, distribution_tests
 from skipstone.lab.check.batch_invariance import BatchInvarianceCheck, LogitsComparison
 from skipstone.lab.check.distribution_tests import TokenSample
+from skipstone.lab.check.reference import Reference
+from skipstone.models.mapped_model import MappedModel
 from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.recognition import derived_family, recognise
 from skipstone.models.torch_defaults import stable_defaults
@@ -83,6 +85,15 @@ class ScoredDifference:
     def tie(self) -> bool:
         """Whether rounding explains the difference."""
         return self.gap is not None and self.allowed is not None and self.gap <= self.allowed
+
+    def scored(self, precise: Tensor, rounding: Callable[[Tensor], float], eps: float) -> "ScoredDifference":
+        """This difference with its gaps. precise: [V] float64 scores. rounding: of the scores of some tokens. eps: of the
+        model's own dtype."""
+        best = precise.topk(min(BEST_TOKENS, len(precise))).indices
+        pair = precise.new_tensor([self.expected, self.found], dtype=torch.int64)
+        unit = eps * float(precise[best[0]].abs())
+        margin, gap = float(precise[pair].diff().abs()), float(precise[best[0]] - precise[pair].min())
+        return replace(self, margin=margin, gap=gap, allowed=SPREAD * rounding(torch.cat([best, pair])) + 2 * unit)
 
     def __str__(self) -> str:
         expected, found = ("the end" if one is None else f"token {one}" for one in (self.expected, self.found))
@@ -174,23 +185,18 @@ class TieDetector:
             return None
         pairs = enumerate(zip_longest(expected, found))
         position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        exact = ModelRunner(self.model).engine.quantize  # the same bits in every pass, and no wider copy of the weights
+        exact = has_own_weights(ModelRunner(self.model))  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
             return ScoredDifference(number, position, one, other, texts=texts)
         prefix = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
         scores = self._next_scores(self.model, prefix, options or {})  # [V]
         precise = scores if self.quantised else self._next_scores(self.precise, prefix, options or {})
-        best = precise.topk(min(BEST_TOKENS, len(precise))).indices
-        tokens = torch.cat([best, torch.tensor([one, other], dtype=torch.int64, device=best.device)])
+        difference = ScoredDifference(number, position, one, other, texts=texts)
         if self.quantised:
-            rounding = batch_invariance.logits_spread(ModelRunner(self.model), prefix[0], tokens)
+            rounding = partial(batch_invariance.logits_spread, ModelRunner(self.model), prefix[0])
         else:
-            differences = (scores[tokens] - precise[tokens]).abs()
-            rounding = max(differences[differences.isfinite()].tolist(), default=0.0)
-        unit = torch.finfo(self.model.dtype).eps * float(precise[best[0]].abs())
-        margin = float((precise[one] - precise[other]).abs())
-        gap = float(precise[best[0]] - torch.minimum(precise[one], precise[other]))
-        return ScoredDifference(number, position, one, other, margin, gap, SPREAD * rounding + 2 * unit, texts)
+            rounding = partial(_largest_difference, scores, precise)
+        return difference.scored(precise, rounding, torch.finfo(self.model.dtype).eps)
 
     def _next_scores(self, model: PreTrainedModel, ids: Tensor, options: Mapping[str, Any]) -> Tensor:
         """[V] float64 on the CPU: the processed scores of the token after ids [1, T], as in plain decoding."""
@@ -201,11 +207,23 @@ class TieDetector:
         return scores[0][0].double().cpu()
 
 
+def _largest_difference(scores: Tensor, precise: Tensor, tokens: Tensor) -> float:
+    """Of the finite scores of some tokens."""
+    differences = (scores[tokens] - precise[tokens]).abs()
+    return max(differences[differences.isfinite()].tolist(), default=0.0)
+
+
+def has_own_weights(runner: ModelRunner) -> bool:
+    """Whether no module of transformers has the weights of the engine: they are quantised, or those of a GGUF file."""
+    return bool(runner.engine.quantize) or isinstance(runner.model, MappedModel)
+
+
 class Checker:
     """Runs the probes of a method on a model."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, prompts: Sequence[Tensor], scale: CheckScale) -> None:
-        """prompts: at least two different ones, [T] ids of any integer dtype.
+    def __init__(self, model: Any, method: Method, prompts: Sequence[Tensor], scale: CheckScale) -> None:
+        """model: a PreTrainedModel, or the `MappedModel` of a GGUF file. prompts: at least two different ones, [T] ids of any
+        integer dtype.
 
         ValueError if a prompt is too long for the model or the method does not fit it; ImportError without scipy.
         """
@@ -216,7 +234,8 @@ class Checker:
         self.finding = ProbeResult("")  # of the current probe
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         runner, longest = ModelRunner(model), max(map(len, self.prompts))
-        self._quantize = runner.engine.quantize
+        self._quantize, self._has_own_weights = runner.engine.quantize, has_own_weights(runner)
+        self.reference = Reference(model) if isinstance(model, MappedModel) and not self._quantize else None
         method.check(runner)
         distribution_tests.ready()
         new = max(scale.max_new_tokens, SAMPLED_TOKENS, AUDITED_TOKENS * (BATCH + 1))
@@ -250,8 +269,7 @@ class Checker:
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         laws = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in law.items()), law) for law in LAWS]
         probes = [
-            ("plain decoding" if self._quantize else "plain decoding is transformers' own", self.decode_plainly),
-            ("the layers, one by one, are transformers' own", self.verify_layers),
+            *self._reference_probes(),
             ("greedy texts", self.greedy),
             ("greedy texts in a batch", self.batched),
             ("greedy texts under a repetition penalty and without repeated trigrams", self.processed),
@@ -264,6 +282,18 @@ class Checker:
         if self.detector.quantised:
             probes.append(("the sums of quantised layers, a row alone and beside others", self.quantised_sums))
         return probes
+
+    def _reference_probes(self) -> list[tuple[str, Callable[[], None]]]:
+        """Plain decoding and the layers. The former comes first, because all other texts are compared with its own."""
+        if self.reference is not None:
+            whose = "those of the file's weights in float64"
+            return [
+                (f"the tokens of plain decoding are {whose}", partial(self.score_plain, self.reference)),
+                (f"the layers, one by one, are {whose}", partial(self.compare_layers, self.reference)),
+            ]
+        plain = "plain decoding" if self._quantize else "plain decoding is transformers' own"
+        layers = ("the layers, one by one, are transformers' own", self.verify_layers)
+        return [(plain, self.decode_plainly), *([] if isinstance(self.model, MappedModel) else [layers])]
 
     # --------------------------------------------------------------------------------------------- bit for bit
 
@@ -301,6 +331,31 @@ class Checker:
         if differing:
             self.finding.bugs.append(f"the model's type is known to have another {', '.join(differing)} than its forward shows")
         agreement.verify(self.model, ModelRunner(self.model))
+
+    def compare_layers(self, reference: Reference) -> None:
+        """The native engine's layers against those of the reference, which get the same inputs."""
+        found = reference.layers(ModelRunner(self.model), torch.cat(self.prompts))
+        self.finding.tested, self.finding.unit = len(found), "layers"
+        median, largest = (max(getattr(one, name) for one in found) for name in ("median", "largest"))
+        self.finding.note = f"by {median:.1g} of a layer's change of a token in the middle, {largest:.1g} at most"
+        self.finding.bugs += [str(one) for one in found if not one.is_rounding]
+
+    def score_plain(self, reference: Reference) -> None:
+        """Plain decoding, the texts that all other probes compare with, against the best tokens of the reference."""
+        self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
+        self.finding.unit, equal = "tokens", 0
+        for number, (prompt, text) in enumerate(zip(self.prompts, self.plain, strict=True)):
+            precise = reference.scores(reference.precise, prompt, text)
+            best = precise.argmax(-1).tolist()
+            self.finding.tested += len(text)
+            differing = [position for position, token in enumerate(text) if token != best[position]]
+            equal += not differing
+            scores = reference.scores(reference.single, prompt, text) if differing else precise
+            for at in differing:
+                difference = ScoredDifference(number, at, best[at], text[at], texts=(best, text))
+                rounding = partial(_largest_difference, scores[at], precise[at])
+                self._add(difference.scored(precise[at], rounding, torch.finfo(torch.float32).eps))
+        self.finding.note = f"{equal} of {len(self.plain)} texts are the reference's"
 
     def decode_plainly(self) -> None:
         """Plain decoding, the reference of all other probes, against `model.generate`.
@@ -352,10 +407,13 @@ class Checker:
     def _compare(self, number: int, prompt: Tensor, expected: list[int], found: list[int], **options: Any) -> None:
         self.finding.tested += 1
         if (difference := self.detector.compare(prompt, expected, found, options, number)) is not None:
-            if difference.tie:
-                self.finding.ties.append(difference)
-            else:
-                self.finding.bugs.append(str(difference))
+            self._add(difference)
+
+    def _add(self, difference: ScoredDifference) -> None:
+        if difference.tie:
+            self.finding.ties.append(difference)
+        else:
+            self.finding.bugs.append(str(difference))
 
     # ------------------------------------------------------------------------------------------------ sampled
 
@@ -378,7 +436,7 @@ class Checker:
     def _token_sample(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> TokenSample:
         """All tokens of the texts with their laws, by transformers' forward and warpers.
 
-        If the engine has quantised the weights, its forward is taken.
+        If the engine has weights of its own, its forward is taken.
         """
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
@@ -388,7 +446,7 @@ class Checker:
         for start in range(0, len(texts), SCORED_TEXTS):
             new = on_device(texts[start : start + SCORED_TEXTS], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
-            if self._quantize:
+            if self._has_own_weights:
                 logits = runner.project(runner.read(ids)[:, len(prompt) - 1 : -1])
             else:
                 with stable_defaults():

@@ -1,0 +1,130 @@
+"""What the native engine should compute for a GGUF file: transformers' modules in float64 with the values of the file.
+
+The engine rounds the inputs of products with blocks to 8 bits, and so does the reference. A difference in the last place of
+float32 moves an input to the next 8-bit number now and then, and the following layers multiply that. So whole texts are
+compared up to the difference between the references in float32 and in float64. Single layers, which get the engine's own
+inputs, are equal for most tokens up to float32's rounding.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.weights import BLOCKS
+from skipstone.models import torch_defaults
+from skipstone.models.gguf.weights import blocks_of
+from skipstone.models.mapped_model import MappedModel
+from skipstone.models.unpacked_gguf import unpacked_model
+from skipstone.utils.limits import available_memory_bytes
+
+GROUP = 32  # inputs that share a scale
+LEVELS = 127  # largest number of 8 bits
+ROWS, ROW_TOKENS = 32, 8  # of the text for single layers: a moved input changes all later tokens of its row
+NOISE = 1e-3  # share of the embeddings: products of an embedding's codes often lie halfway between two 8-bit numbers
+EXACT = 1e-5  # largest difference of half of the tokens, as a share of a layer's change of a token
+MOVED = 0.1  # largest difference of any token
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """Differences of the tokens after one layer, as shares of its change of a token."""
+
+    name: str
+    median: float
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.name} differs by {self.median:.2g} in the middle and {self.largest:.2g} at most"
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains them."""
+        return self.median <= EXACT and self.largest <= MOVED
+
+
+class Reference:
+    """The reference of a mapped GGUF file. ValueError if memory is too small for it."""
+
+    def __init__(self, model: MappedModel) -> None:
+        self._model = model
+        needed = sum(one.numel() for one in model.parameters()) * (torch.float64.itemsize + torch.float32.itemsize)
+        if (available := available_memory_bytes()) < needed:
+            sizes = f"needs {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
+            raise ValueError(f"the reference of {model.config.name_or_path} {sizes}: end other programs")
+
+    @cached_property
+    def precise(self) -> Any:
+        """In float64."""
+        return self._made(torch.float64)
+
+    @cached_property
+    def single(self) -> Any:
+        """In float32."""
+        return self._made(torch.float32)
+
+    def _made(self, dtype: torch.dtype) -> Any:
+        with torch_defaults.loading():
+            made = unpacked_model(self._model, dtype, attn_implementation="eager").eval()
+        for name, module in made.named_modules():
+            if isinstance(module, nn.Linear):
+                blocks = blocks_of(self._model.get_submodule(name).weight)
+                if blocks is not None and blocks.kind in BLOCKS:
+                    module.register_forward_pre_hook(lambda _, given: round_inputs(given[0]))
+        return made
+
+    @torch.inference_mode()
+    def layers(self, runner: ModelRunner, text: Tensor) -> list[LayerDifference]:
+        """Compare the embedding, every layer and the logits. Each reference layer gets what the engine gave to its own.
+
+        text: [T] int64."""
+        count = max(1, min(ROWS, len(text) // ROW_TOKENS))
+        ids = text[: count * ROW_TOKENS].view(count, -1)
+        (embedded,) = runner.read_layers(ids, [])
+        noise = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+        each_layer = [range(index, index + 1) for index in range(runner.depth)]
+        states = [one.double() for one in runner.run_layers(embedded * (1 + NOISE * noise), each_layer)]
+        expected: list[Tensor] = []
+
+        def exchange(own: Tensor, _: Any, given: tuple[Tensor, ...], returned: Tensor | None = None) -> Any:
+            expected.append(given[0] if returned is None else returned)
+            return (own, *given[1:]) if returned is None else own
+
+        first, *_ = layers = self.precise.get_decoder().layers
+        hooks = [first.register_forward_pre_hook(partial(exchange, states[0]))]
+        hooks += [layer.register_forward_hook(partial(exchange, own)) for layer, own in zip(layers, states[1:], strict=True)]
+        try:
+            logits = self.precise(ids).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found = [
+            _difference("the embedding", embedded, expected[0], expected[0]),
+            _difference("the logits", runner.logits(states[-1].float()), logits, logits),
+        ]
+        for index, (given, own, right) in enumerate(zip(states[:-1], states[1:], expected[1:], strict=True)):
+            found.append(_difference(f"layer {index}", own, right, right - given))
+        return found
+
+    @torch.inference_mode()
+    def scores(self, model: Any, prompt: Tensor, text: list[int]) -> Tensor:
+        """[n, V] float64: scores of the tokens of a text after its prompt [T], each after the engine's own text before it.
+
+        model: `precise` or `single`."""
+        ids = torch.cat([prompt, torch.tensor(text[:-1], dtype=prompt.dtype, device="cpu")])[None]
+        return model(ids, logits_to_keep=len(text)).logits[0].double()
+
+
+def round_inputs(values: Tensor) -> Tensor:
+    """Round [..., d] to 8 bits by groups of 32."""
+    groups = values.unflatten(-1, (-1, GROUP))
+    step = (groups.abs().amax(-1, keepdim=True) / LEVELS).clamp(min=1e-30)
+    return ((groups / step).round() * step).flatten(-2)
+
+
+def _difference(name: str, found: Tensor, expected: Tensor, change: Tensor) -> LayerDifference:
+    shares = ((found - expected).norm(dim=-1) / change.norm(dim=-1).clamp(min=1e-30)).nan_to_num(torch.inf)
+    return LayerDifference(name, float(shares.median()), float(shares.max()))
