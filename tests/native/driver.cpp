@@ -172,6 +172,13 @@ struct Hash {  // FNV-1a
   void add(const Block<int64_t>& found) { add(found.data(), size_t(found.count) * sizeof(int64_t)); }
 };
 
+// Whether numbers have the same bits, or both are NaN.
+bool same_numbers(const float* some, const float* others, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    if (std::memcmp(some + i, others + i, sizeof(float)) != 0 && !(std::isnan(some[i]) && std::isnan(others[i]))) return false;
+  return true;
+}
+
 // The bits of a number as a type stores it, cut off.
 uint16_t short_bits(float x, int64_t type) {
   uint32_t bits;
@@ -181,6 +188,20 @@ uint16_t short_bits(float x, int64_t type) {
   return exponent <= 0 ? 0 : uint16_t(((bits >> 16) & 0x8000) | (uint32_t(exponent) << 10) | ((bits >> 13) & 0x3ff));
 }
 
+// GGUF's blocks of types from INT8 on. halves: places of their float16 numbers. exponent: of float16 numbers that make weights of about 1.
+struct BlockType { int64_t inputs, bytes, halves[2], exponent; };
+constexpr BlockType BLOCK_TYPES[] = {{32, 34, {0, 0}, 7},    {32, 20, {0, 2}, 11},  {32, 18, {0, 0}, 11},    {32, 22, {0, 0}, 10},
+                                     {256, 144, {0, 2}, 5}, {256, 176, {0, 2}, 4}, {256, 210, {208, 208}, 3}};
+
+// Whether rows of so many inputs are whole blocks, where a type has blocks.
+bool has_whole_blocks(int64_t type, int64_t inputs) { return type < INT8 || inputs % BLOCK_TYPES[type - INT8].inputs == 0; }
+
+// Bytes from a row of stored weights to the next one. Rows of blocks have no stride.
+int64_t row_bytes(int64_t stored, int64_t stride, int64_t inputs) {
+  if (stored < INT8) return stride * (stored == FLOAT32 ? 4 : 2);
+  return inputs / BLOCK_TYPES[stored - INT8].inputs * BLOCK_TYPES[stored - INT8].bytes;
+}
+
 // A random model and its store. Everything that pointers of the structs lead to is owned here.
 struct Case {
   const Library& library;
@@ -188,6 +209,7 @@ struct Case {
   bool hostile;
   Hash hash;
   std::vector<Block<uint8_t>> kept;
+  std::vector<std::pair<uint8_t*, Block<uint8_t>>> spoiled_panels;  // of matrices, and the same of blocks with any scales
   Model m{};
   std::vector<Layer> layers;
   std::vector<Block<uint8_t>> buffers;  // keys of all layers, then values
@@ -199,9 +221,10 @@ struct Case {
   Case(const Library& library, uint64_t seed, bool hostile) : library(library), dice{seed}, hostile(hostile) {
     m.kv_heads = dice.from(1, 3);
     m.heads = m.kv_heads * dice.from(1, dice.chance(20) ? 9 : 3);
-    m.head_size = dice.from(1, 20) * (dice.chance(20) ? 1 : 2);
-    m.hidden = dice.from(1, dice.chance(10) ? 200 : 70);
-    m.intermediate = dice.from(1, dice.chance(10) ? 200 : 70);
+    m.head_size = dice.chance(20) ? GROUP : dice.from(1, 20) * (dice.chance(20) ? 1 : 2);
+    if (dice.chance(10)) m.kv_heads = dice.from(1, 2), m.heads = 4, m.head_size = 64;  // a whole block of all types
+    m.hidden = width();
+    m.intermediate = width();
     m.depth = dice.from(1, 3);
     m.vocabulary = dice.from(1, 100);
     padded = up16(m.head_size);
@@ -214,8 +237,9 @@ struct Case {
     m.head = matrix(m.vocabulary, m.hidden, 0);
     if (dice.chance(50)) {
       m.embeddings = dice.from(1, 100);
-      m.embedding_type = dice.from(FLOAT32, FLOAT16);
-      m.embedding = weights(m.embedding_type, m.embeddings, m.hidden, m.hidden);
+      const Matrix own = matrix(m.embeddings, m.hidden, 0);
+      m.embedding_type = own.type;
+      m.embedding = own.quantized() ? own.panels : weights(own.type, m.embeddings, m.hidden, m.hidden);
     } else {
       m.embeddings = dice.from(1, m.vocabulary);
     }
@@ -239,6 +263,11 @@ struct Case {
     store.values = pointers.data() + m.depth;
   }
 
+  int64_t width() {
+    if (dice.chance(10)) return 256 * dice.from(1, 2);
+    return dice.chance(30) ? GROUP * dice.from(1, 4) : dice.from(1, dice.chance(10) ? 200 : 70);
+  }
+
   // Bytes of a key or value of one head.
   int64_t line_bytes() const { return padded * (store.type == FLOAT32 ? 4 : 2); }
 
@@ -258,19 +287,35 @@ struct Case {
     return keep(narrow);
   }
 
+  // Rows of blocks with any codes. odd_percent: share of the float16 numbers that are any bits.
+  Block<uint8_t> blocks(int64_t type, int64_t outputs, int64_t inputs, int odd_percent) {
+    const BlockType& block = BLOCK_TYPES[type - INT8];
+    Block<uint8_t> made(outputs * row_bytes(type, 0, inputs));
+    for (int64_t i = 0; i < made.count; i++) {
+      made[i] = uint8_t(dice.next());
+      if (type == INT8 && made[i] == 128) made[i] = 127;  // the code that no panel has
+    }
+    for (int64_t at = 0; at < made.count; at += block.bytes)
+      for (int64_t place : block.halves) {
+        const uint64_t bits = dice.next(), half = dice.chance(odd_percent) ? bits : (bits & 0x83ff) | uint64_t(block.exponent) << 10;
+        made[at + place] = uint8_t(half), made[at + place + 1] = uint8_t(half >> 8);
+      }
+    return made;
+  }
+
   // Packs or quantises weights, in one call or two.
   int64_t packed(int64_t type, int64_t stored, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, Block<uint8_t>& panels) {
-    const auto call = type <= FLOAT16 ? library.pack : library.quantize;
-    const int64_t first = dice.from(0, outputs / LANES) * LANES, width = stored == FLOAT32 ? 4 : 2;
+    const auto call = type <= FLOAT16 || type == stored ? library.pack : library.quantize;
+    const int64_t first = dice.from(0, outputs / LANES) * LANES;
     const int64_t code = call(type, stored, file, source, stride, first, inputs, panels.data(), dice.from(1, 3));
-    const char* rest = static_cast<const char*>(source) + first * stride * width;
+    const char* rest = static_cast<const char*>(source) + first * row_bytes(stored, stride, inputs);
     uint8_t* to = panels.data() + library.packed_bytes(type, first, inputs);
     return code != OK ? code : call(type, stored, file, rest, stride, outputs - first, inputs, to, dice.from(1, 3));
   }
 
   // The same from a file.
   void packed_from_file(int64_t type, int64_t stored, const void* source, int64_t stride, int64_t outputs, int64_t inputs, const Block<uint8_t>& expected) {
-    const int64_t size = ((outputs - 1) * stride + inputs) * (stored == FLOAT32 ? 4 : 2), offset = dice.from(0, 99);
+    const int64_t size = (outputs - 1) * row_bytes(stored, stride, inputs) + row_bytes(stored, inputs, inputs), offset = dice.from(0, 99);
     const int file = memfd_create("weights", 0);
     CHECK(file >= 0 && pwrite(file, source, size_t(size), offset) == size);
     Block<uint8_t> panels(expected.count);
@@ -283,35 +328,107 @@ struct Case {
     CHECK(packed(type, stored, 1 << 20, place, stride, outputs, inputs, panels) == BAD_FILE);  // no such descriptor
   }
 
-  Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
-    const int64_t type = dice.from(FLOAT32, INT4), stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
-    const int64_t stored = type == BFLOAT16 || type == FLOAT16 ? type : dice.from(FLOAT32, FLOAT16);
-    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
-    void* source = weights(stored, outputs, inputs, stride);
-    const auto pack_all = [&] { return packed(type, stored, -1, source, stride, outputs, inputs, panels); };
-    if (type >= INT8) {
-      const int64_t place = dice.from(0, outputs - 1) * stride + dice.from(0, inputs - 1);  // of one weight
-      if (stored == FLOAT32) {
-        float* at = static_cast<float*>(source) + place;
-        const float own = *at, odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e9f, -1e9f};
-        if (hostile) {
-          *at = odd[dice.from(0, 7)];
-          CHECK(pack_all() == BAD_WEIGHT);
-        }
-        *at = dice.chance(20) ? own * std::ldexp(1.0f, int(dice.from(-140, 16))) : own;
-      } else if (hostile) {
-        uint16_t* at = static_cast<uint16_t*>(source) + place;
-        const uint16_t own = *at, infinite = stored == BFLOAT16 ? 0x7f80 : 0x7c00;
-        *at = uint16_t(infinite | (dice.chance(50) ? 0x8000 : 0) | (dice.chance(50) ? 1 << dice.from(0, 6) : 0));
-        CHECK(pack_all() == BAD_WEIGHT);
-        *at = own;
+  // Weights of up to `max_outputs` outputs, read as embeddings. Products with whole numbers, which 8 bits hold exactly, are compared with
+  // those of the weights, and one row's alone with the same in all rows.
+  Block<float> checked_weights(const Matrix& matrix, int64_t max_outputs) {
+    Model alone{};
+    alone.hidden = matrix.inputs, alone.vocabulary = alone.embeddings = matrix.outputs, alone.head = matrix;
+    alone.embedding_scale = alone.embedding_multiplier = alone.logits_divisor = 1;
+    const int64_t n = dice.from(1, 12), count = std::min(max_outputs, matrix.outputs), first = dice.from(0, matrix.outputs - count);
+    Block<int64_t> ids(count);
+    for (int64_t o = 0; o < count; o++) ids[o] = first + o;
+    Block<float> weights(count * matrix.inputs), x(n * matrix.inputs), y(n * matrix.outputs), again(matrix.outputs);
+    for (int64_t i = 0; i < x.count; i++) x[i] = i % matrix.inputs % GROUP == 0 ? 127 : float(dice.from(-127, 127));
+    CHECK(library.embed(&alone, ids.data(), count, weights.data()) == OK);
+    CHECK(library.head(&alone, nullptr, x.data(), n, 0, y.data(), nullptr, threads()) == OK);
+    const int64_t row = dice.from(0, n - 1);
+    const float *in = &x[row * matrix.inputs], *found = &y[row * matrix.outputs];
+    CHECK(library.head(&alone, nullptr, in, 1, 0, again.data(), nullptr, 1) == OK);
+    CHECK(same_numbers(found, again.data(), matrix.outputs));
+    for (int64_t o = 0; o < count; o++) {
+      double expected = 0, top = 0;
+      for (int64_t k = 0; k < matrix.inputs; k++) {
+        const double weight = weights[o * matrix.inputs + k];
+        expected += weight * double(in[k]);
+        top = std::max(top, std::abs(weight));
       }
+      CHECK(std::isfinite(found[first + o]) == std::isfinite(expected));
+      if (std::isfinite(expected)) CHECK(std::abs(double(found[first + o]) - expected) <= 1e-5 * 127 * double(matrix.inputs) * top);
     }
+    return weights;
+  }
+
+  // Blocks with any scales are packed. Only finite weights can be quantised once more. Returns the panels.
+  Block<uint8_t> check_spoiled_blocks(int64_t type, int64_t outputs, int64_t inputs) {
+    const Block<uint8_t> source = blocks(type, outputs, inputs, dice.chance(50) ? 2 : 60);
+    const int64_t copy_type = type <= INT4 ? INT8 + INT4 - type : dice.from(INT8, INT4);  // another one
+    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs)), other(panels), copy(library.packed_bytes(copy_type, outputs, inputs));
+    const auto pack_all = [&](int64_t to, Block<uint8_t>& made) { return packed(to, type, -1, source.data(), dice.hostile(), outputs, inputs, made); };
+    CHECK(pack_all(type, panels) == OK);
+    const Block<float> weights = checked_weights({panels.data(), nullptr, outputs, inputs, type}, outputs);
+    const int64_t copied = pack_all(copy_type, copy);
+    const float *first = weights.data(), *last = first + weights.count;
+    const bool finite = std::all_of(first, last, [](float x) { return std::isfinite(x); });
+    if (!finite) CHECK(copied == BAD_WEIGHT);
+    else if (std::all_of(first, last, [](float x) { return std::abs(x) < 6e4f; })) CHECK(copied == OK);
+    const int64_t place = dice.from(0, source.count - 1);
+    source[place] ^= uint8_t(1 << dice.from(0, 7));  // panels keep every bit
+    const int64_t flipped = pack_all(type, other);
+    CHECK(flipped == OK ? !(other == panels) : flipped == BAD_WEIGHT && type == INT8 && source[place] == 128);
+    if (type == INT8) {
+      source[place / 34 * 34 + dice.from(2, 33)] = 128;
+      CHECK(pack_all(type, other) == BAD_WEIGHT && pack_all(copy_type, copy) == BAD_WEIGHT);
+    }
+    return panels;
+  }
+
+  // One weight that cannot be quantised is refused. Another may be of any size.
+  template <class Pack>
+  void check_spoiled_weight(int64_t stored, void* source, int64_t place, const Pack& pack_all) {
+    if (stored == FLOAT32) {
+      float* at = static_cast<float*>(source) + place;
+      const float own = *at, odd[] = {NAN, -NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e9f, -1e9f};
+      if (hostile) {
+        *at = odd[dice.from(0, 7)];
+        CHECK(pack_all() == BAD_WEIGHT);
+      }
+      *at = dice.chance(20) ? own * std::ldexp(1.0f, int(dice.from(-140, 16))) : own;
+    } else if (hostile) {
+      uint16_t* at = static_cast<uint16_t*>(source) + place;
+      const uint16_t own = *at, infinite = stored == BFLOAT16 ? 0x7f80 : 0x7c00;
+      *at = uint16_t(infinite | (dice.chance(50) ? 0x8000 : 0) | (dice.chance(50) ? 1 << dice.from(0, 6) : 0));
+      CHECK(pack_all() == BAD_WEIGHT);
+      *at = own;
+    }
+  }
+
+  // A type up to `last` that stored rows of so many inputs can have.
+  int64_t stored_type(int64_t inputs, int64_t last) {
+    const int64_t type = dice.from(FLOAT32, last);
+    return has_whole_blocks(type, inputs) ? type : stored_type(inputs, last);
+  }
+
+  Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
+    const int64_t stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
+    const bool quantizes = dice.chance(30);
+    const int64_t type = quantizes ? dice.from(INT8, INT4) : stored_type(inputs, TYPES - 1);
+    const int64_t stored = quantizes ? stored_type(inputs, TYPES - 1) : type == FLOAT32 ? stored_type(inputs, FLOAT16) : type;
+    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
+    void* source = stored < INT8 ? weights(stored, outputs, inputs, stride) : keep(blocks(stored, outputs, inputs, 0));
+    const auto pack_all = [&] { return packed(type, stored, -1, source, stride, outputs, inputs, panels); };
+    if (type >= INT8 && stored < INT8)
+      check_spoiled_weight(stored, source, dice.from(0, outputs - 1) * stride + dice.from(0, inputs - 1), pack_all);
     CHECK(pack_all() == OK);
     hash.add(panels);
     packed_from_file(type, stored, source, stride, outputs, inputs, panels);
     const float* bias = dice.chance(bias_percent) ? keep(numbers(dice, outputs)) : nullptr;
-    return {keep(panels), bias, outputs, inputs, type};
+    uint8_t* own = keep(panels);
+    checked_weights({own, nullptr, outputs, inputs, type}, 4);
+    if (hostile && stored >= INT8 && dice.chance(30)) {
+      Block<uint8_t> spoiled = check_spoiled_blocks(stored, outputs, inputs);
+      if (type == stored) spoiled_panels.emplace_back(own, std::move(spoiled));
+    }
+    return {own, bias, outputs, inputs, type};
   }
 
   Layer layer() {
@@ -696,7 +813,7 @@ struct Case {
     if (spoiled)
       for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 17)) {
         case 17: size = fewer(m.vocabulary); break;
-        case 16: num_ranked = dice.chance(50) ? fewer(num_ranked) : dice.hostile(listed + 1); break;
+        case 16: num_ranked = dice.chance(50) ? fewer(num_ranked) : dice.chance(50) ? listed + 1 : INT64_MAX; break;
         case 15: max_entropy[dice.from(0, b - 1)] = dice.chance(50) ? NAN : -INFINITY; break;
         case 14: survival[dice.from(0, survival.count - 1)] = dice.chance(50) ? NAN : INFINITY; break;
         case 0: spoil(roots, m.embeddings); break;
@@ -885,15 +1002,18 @@ struct Case {
     }
   }
 
-  // What no caller may ask for: nothing is read or written, and the answer is an error.
+  // What no caller may ask for: nothing is read or written, and the answer is an error. Empty matrices are no error.
   void refused() {
     float number[1] = {0};
     int64_t whole[1] = {0};
     for (int64_t size : {int64_t(-1), INT64_MIN, INT64_MAX, int64_t(1) << 62}) {
-      CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), size, m.hidden) == -1);
-      CHECK(library.packed_bytes(dice.from(FLOAT32, INT4), m.hidden, size) == -1);
-      CHECK(library.pack(FLOAT32, FLOAT32, -1, number, m.hidden, size, m.hidden, number, 1) == BAD_ARGUMENT);
-      CHECK(library.quantize(INT8, FLOAT32, -1, number, m.hidden, m.hidden, size, number, 1) == BAD_ARGUMENT);
+      const int64_t type = dice.from(FLOAT32, TYPES - 1), width = 256 * dice.from(1, 2);  // one that all types can have
+      CHECK(library.packed_bytes(type, size, width) == -1);
+      CHECK(library.packed_bytes(type, width, size) == -1);
+      CHECK(library.pack(type, type, -1, number, width, size, width, number, 1) == BAD_ARGUMENT);
+      CHECK(library.pack(type, type, -1, number, width, width, size, number, 1) == BAD_ARGUMENT);
+      CHECK(library.quantize(INT8, type, -1, number, width, size, width, number, 1) == BAD_ARGUMENT);
+      CHECK(library.quantize(INT8, type, -1, number, width, width, size, number, 1) == BAD_ARGUMENT);
       CHECK(library.take(&m.head, whole, size, number) == BAD_ARGUMENT);
       CHECK(library.embed(&m, whole, size, number) == BAD_ARGUMENT);
       CHECK(library.norm(&m, number, size, number) == BAD_ARGUMENT);
@@ -902,16 +1022,32 @@ struct Case {
       CHECK(library.largest(number, size, 1, 1, 1, whole, 1) == BAD_ARGUMENT);
       CHECK(library.draw(number, size, 1, 1, number, whole, number, number, nullptr, 1, whole) == BAD_ARGUMENT);
     }
-    for (int64_t type : {int64_t(-1), int64_t(INT4) + 1, INT64_MAX}) {
-      CHECK(library.packed_bytes(type, 1, 1) == -1);
-      CHECK(library.pack(type, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
-      CHECK(library.quantize(type, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
+    for (int64_t type : {int64_t(-1), int64_t(TYPES), INT64_MAX}) {
+      CHECK(library.packed_bytes(type, 1, 256) == -1);
+      for (int64_t other = FLOAT32; other < TYPES; other++) {
+        CHECK(library.pack(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+        CHECK(library.quantize(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+      }
     }
-    CHECK(library.pack(INT8, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
-    CHECK(library.quantize(FLOAT32, FLOAT32, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
-    CHECK(library.quantize(INT4, INT8, -1, number, 1, 1, 1, number, 1) == BAD_ARGUMENT);
-    CHECK(library.pack(FLOAT32, FLOAT32, -1, nullptr, 1, 1, 1, number, 1) == BAD_ARGUMENT);
-    CHECK(library.pack(FLOAT32, FLOAT32, -1, number, 1, 1, 1, number, 0) == BAD_THREADS);
+    for (int64_t type = FLOAT32; type < TYPES; type++) {
+      for (int64_t other = FLOAT32; other < TYPES; other++) {
+        if (type != other && (type != FLOAT32 || other > FLOAT16))
+          CHECK(library.pack(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+        if (type != INT8 && type != INT4) CHECK(library.quantize(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+      }
+      CHECK(library.pack(type, type, -1, nullptr, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+      CHECK(library.pack(type, type, -1, number, 256, 1, 256, nullptr, 1) == BAD_ARGUMENT);
+      CHECK(library.pack(type, type, -1, number, 256, 1, 256, number, 0) == BAD_THREADS);
+      CHECK(library.pack(type, type, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);  // no outputs, then no inputs
+      CHECK(library.pack(type, type, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
+      CHECK(library.quantize(INT8, type, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);
+      CHECK(library.quantize(INT4, type, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
+      if (type < INT8) continue;
+      const int64_t broken = BLOCK_TYPES[type - INT8].inputs - dice.from(1, GROUP - 1);  // no whole block
+      CHECK((library.packed_bytes(type, 1, broken) == -1) == (type >= Q4_K));
+      CHECK(library.pack(type, type, -1, number, 0, 1, broken, number, 1) == BAD_ARGUMENT);
+      CHECK(library.quantize(dice.from(INT8, INT4), type, -1, number, 0, 1, broken, number, 1) == BAD_ARGUMENT);
+    }
     CHECK(library.take(nullptr, whole, 1, number) == BAD_ARGUMENT);
     CHECK(library.embed(nullptr, whole, 1, number) == BAD_ARGUMENT);
     CHECK(library.norm(&m, nullptr, 1, number) == BAD_ARGUMENT);
@@ -926,6 +1062,24 @@ struct Case {
     CHECK(library.head(&m, &few, state.data(), 1, 1, nullptr, whole, 1) == BAD_ARGUMENT);
   }
 
+  // A model whose blocks have any scales: every call still ends, and results that are numbers do not depend on threads.
+  void spoiled_weights() {
+    for (const auto& [panels, spoiled] : spoiled_panels) std::memcpy(panels, spoiled.data(), size_t(spoiled.count));
+    const Passing made = passing(dice.chance(50));
+    const int64_t count = made.pass.n * m.hidden, rows = made.pass.b * made.pass.n;
+    const std::vector<Block<uint8_t>> before = buffers;
+    const Block<float> hidden = numbers(dice, made.pass.b * count, 2);
+    Block<float> logits[2];
+    for (Block<float>& one : logits) {
+      Block<float> out(hidden.count);
+      one = Block<float>(rows * m.vocabulary);
+      restore(before);
+      CHECK(library.run(&m, &made.pass, &store, 0, m.depth, nullptr, hidden.data(), count, out.data(), count, threads()) == OK);
+      CHECK(library.head(&m, nullptr, out.data(), rows, 1, one.data(), nullptr, threads()) == OK);
+    }
+    CHECK(same_numbers(logits[0].data(), logits[1].data(), logits[0].count));
+  }
+
   void all() {
     embed();
     head();
@@ -934,6 +1088,7 @@ struct Case {
     draw();
     for (int64_t i = dice.from(1, 3); i > 0; i--) run();
     chain();
+    if (hostile) spoiled_weights();
   }
 };
 

@@ -662,8 +662,9 @@ static int64_t fill_checked(int64_t type, int64_t file, const void* source, int6
                             int64_t inputs, const Make& make) {
   const int64_t size = sk_packed_bytes(type, LANES, inputs), width = sizeof(E);
   if (size < 0 || outputs < 0 || stride < 0 || !fits(outputs, stride) || !fits(outputs, inputs)) return BAD_ARGUMENT;
-  if (outputs > 0 && inputs > 0 && (panels == nullptr || (file < 0 && source == nullptr))) return BAD_ARGUMENT;
   if (check_threads(threads) != OK) return BAD_THREADS;
+  if (outputs == 0 || inputs == 0) return OK;
+  if (panels == nullptr || (file < 0 && source == nullptr)) return BAD_ARGUMENT;
   const Source rows{file, reinterpret_cast<uintptr_t>(source), stride * width, length * width};
   return fill_panels(rows, outputs, threads, panels, size, [&](const char* from, int64_t count, char* panel) {
     return make(reinterpret_cast<const E*>(from), count, reinterpret_cast<P*>(panel));
