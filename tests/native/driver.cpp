@@ -202,6 +202,31 @@ int64_t row_bytes(int64_t stored, int64_t stride, int64_t inputs) {
   return inputs / BLOCK_TYPES[stored - INT8].inputs * BLOCK_TYPES[stored - INT8].bytes;
 }
 
+// The weight of an input in a block, by the definition of its format.
+float weight_of(int64_t type, const uint8_t* block, int64_t i) {
+  const auto half = [&](int64_t at) { return from_half(uint16_t(block[at] | block[at + 1] << 8)); };
+  const auto four_bits = [&](int64_t at) { return block[at + i % 16] >> (i / 16 * 4) & 15; };
+  switch (type) {
+    case INT8: return half(0) * float(int8_t(block[2 + i]));
+    case INT4: return std::fma(half(0), float(four_bits(4)), half(2));
+    case Q4_0: return half(0) * float(four_bits(2) - 8);
+    case Q5_0: return half(0) * float(four_bits(6) + 16 * (block[2 + i / 8] >> i % 8 & 1) - 16);
+    case Q6_K: {
+      const int low = block[i / 128 * 64 + i % 64] >> (i / 64 % 2 * 4) & 15, high = block[128 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+      return half(208) * float(int8_t(block[192 + i / 16])) * float(low + 16 * high - 32);
+    }
+    default: {  // Q4_K, Q5_K
+      const uint8_t* bits = block + 4;
+      const int64_t g = i / 32;
+      const int scale = g < 4 ? bits[g] & 63 : (bits[g + 4] & 15) + 16 * (bits[g - 4] >> 6);
+      const int minimum = g < 4 ? bits[g + 4] & 63 : (bits[g + 4] >> 4) + 16 * (bits[g] >> 6);
+      const int low = block[(type == Q4_K ? 16 : 48) + i / 64 * 32 + i % 32] >> (g % 2 * 4) & 15;
+      const int high = type == Q4_K ? 0 : block[16 + i % 32] >> g & 1;
+      return std::fma(half(0) * float(scale), float(low + 16 * high), -half(2) * float(minimum));
+    }
+  }
+}
+
 // A random model and its store. Everything that pointers of the structs lead to is owned here.
 struct Case {
   const Library& library;
@@ -358,11 +383,11 @@ struct Case {
     return weights;
   }
 
-  // Blocks with any scales are packed. Only finite weights can be quantised once more. Returns the panels.
+  // Blocks with any scales have panels of the same weights. Only finite weights can be quantised once more. Returns the panels.
   Block<uint8_t> check_spoiled_blocks(int64_t type, int64_t outputs, int64_t inputs) {
     const Block<uint8_t> source = blocks(type, outputs, inputs, dice.chance(50) ? 2 : 60);
     const int64_t copy_type = type <= INT4 ? INT8 + INT4 - type : dice.from(INT8, INT4);  // another one
-    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs)), other(panels), copy(library.packed_bytes(copy_type, outputs, inputs));
+    Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs)), refused(panels), copy(library.packed_bytes(copy_type, outputs, inputs));
     const auto pack_all = [&](int64_t to, Block<uint8_t>& made) { return packed(to, type, -1, source.data(), dice.hostile(), outputs, inputs, made); };
     CHECK(pack_all(type, panels) == OK);
     const Block<float> weights = checked_weights({panels.data(), nullptr, outputs, inputs, type}, outputs);
@@ -371,13 +396,14 @@ struct Case {
     const bool finite = std::all_of(first, last, [](float x) { return std::isfinite(x); });
     if (!finite) CHECK(copied == BAD_WEIGHT);
     else if (std::all_of(first, last, [](float x) { return std::abs(x) < 6e4f; })) CHECK(copied == OK);
-    const int64_t place = dice.from(0, source.count - 1);
-    source[place] ^= uint8_t(1 << dice.from(0, 7));  // panels keep every bit
-    const int64_t flipped = pack_all(type, other);
-    CHECK(flipped == OK ? !(other == panels) : flipped == BAD_WEIGHT && type == INT8 && source[place] == 128);
+    const BlockType& block = BLOCK_TYPES[type - INT8];
+    for (int64_t i = 0; i < weights.count; i++) {
+      const float expected = weight_of(type, &source[i / block.inputs * block.bytes], i % block.inputs);
+      CHECK(weights[i] == expected || (std::isnan(weights[i]) && std::isnan(expected)));
+    }
     if (type == INT8) {
-      source[place / 34 * 34 + dice.from(2, 33)] = 128;
-      CHECK(pack_all(type, other) == BAD_WEIGHT && pack_all(copy_type, copy) == BAD_WEIGHT);
+      source[dice.from(0, source.count / 34 - 1) * 34 + dice.from(2, 33)] = 128;
+      CHECK(pack_all(type, refused) == BAD_WEIGHT && pack_all(copy_type, copy) == BAD_WEIGHT);
     }
     return panels;
   }
