@@ -839,7 +839,7 @@ struct Case {
     if (spoiled)
       for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 17)) {
         case 17: size = fewer(m.vocabulary); break;
-        case 16: num_ranked = dice.chance(50) ? fewer(num_ranked) : dice.chance(50) ? listed + 1 : INT64_MAX; break;
+        case 16: num_ranked = dice.chance(50) ? fewer(0) : dice.chance(50) ? listed + 1 : INT64_MAX; break;
         case 15: max_entropy[dice.from(0, b - 1)] = dice.chance(50) ? NAN : -INFINITY; break;
         case 14: survival[dice.from(0, survival.count - 1)] = dice.chance(50) ? NAN : INFINITY; break;
         case 0: spoil(roots, m.embeddings); break;
