@@ -11,7 +11,7 @@ from skipstone.engines.native import library
 from skipstone.serving.server import Server
 from skipstone.serving.settings import ServerSettings
 from tests.helpers.batches import greedy, request, texts, write
-from tests.helpers.commandline import LAYERSKIP, document, succeed
+from tests.helpers.commandline import LAYERSKIP, assert_refused, document, run, succeed
 from tests.helpers.gguf_files import WrittenModel, write_model
 from tests.helpers.machine import llama
 from tests.helpers.served import without_socket
@@ -62,8 +62,19 @@ def test_chat_says_that_a_file_has_no_template(written: WrittenModel) -> None:
 
 def test_env_tells_the_blocks_and_their_bytes(written: WrittenModel) -> None:
     sizes = [weight.numel() // 32 * 34 for weight in written.model.parameters() if weight.dim() == 2]
-    said = {"kind": "Q8_0", "matrices": len(sizes), "path": "computed as stored"}
+    said = {"kind": "Q8_0", "computed": "Q8_0", "matrices": len(sizes), "path": "computed as stored"}
     assert document("env", written.path)["matrices"] == [said | {"stored_bytes": sum(sizes), "computed_bytes": sum(sizes)}]
+    paths = [(one["matrices"], one["path"]) for one in document("env", written.path, "--quantize", "int4")["matrices"]]
+    embedding, head = (1, "computed as stored"), (1, "quantised to int8")
+    assert sorted(paths) == sorted([embedding, head, (len(sizes) - 2, "quantised to int4")])
+
+
+def test_env_tells_what_is_not_computed_as_stored(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf", llama(), "Q5_1").path
+    assert [one["path"] for one in document("env", path)["matrices"]] == ["dequantised to float32"]
+    path = write_model(tmp_path / "tiny.gguf", llama(), "Q8_0", "plamo").path
+    assert "since it cannot be mapped: has the architecture 'plamo'" in document("env", path)["model_path"]
+    assert_refused(run("env", "missing.gguf"), "no such folder or file")
 
 
 def test_measurements_are_of_the_blocks_as_stored(written: WrittenModel, plain: str, tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 import sys
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import skipstone
+from skipstone.engines import mapped_loading
 from skipstone.engines.loading import expect_config, load_model, load_tokenizer
+from skipstone.engines.mapped_loading import load_for_decoding
+from skipstone.models.gguf.reader import GgufError, GgufFile
 from tests.helpers import commandline, families
 from tests.helpers.gguf_files import write_model
 from tests.helpers.pairwise import slow_except
@@ -43,6 +47,30 @@ def test_a_file_that_is_cut_off_is_said_to_be(share: float, path: Path) -> None:
             attempt(cut)
 
 
+@pytest.mark.parametrize(("name", "message"), [("output_norm", "has model.norm.weight in I32"), ("blk.0.ffn_up", "in I32")])
+def test_weights_in_other_types_are_refused(name: str, message: str, path: Path) -> None:
+    content, title = bytearray(path.read_bytes()), f"{name}.weight".encode()
+    dimensions = content.index(title) + len(title)
+    content[dimensions + 4 + 8 * content[dimensions]] = gguf.GGMLQuantizationType.I32
+    path.write_bytes(content)
+    for attempt in (load_for_decoding, load_model):
+        with pytest.raises(GgufError, match=message):
+            attempt(path)
+
+
+def test_the_weights_of_a_file_must_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_model(tmp_path / "tiny.gguf", families.build("llama", vocab=96), "Q8_0").path
+    needed = sum(one.nbytes for one in GgufFile(path).tensors.values() if len(one.shape) == 2)
+    monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: needed)
+    load_for_decoding(path)
+    monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: needed - 1)
+    with pytest.raises(ValueError, match=r"are free: end other programs, or quantise them: int4 needs"):
+        load_for_decoding(path)
+    monkeypatch.setattr(mapped_loading, "available_memory_bytes", lambda: 0)
+    with pytest.raises(ValueError, match=r"are free: end other programs$"):
+        load_for_decoding(write_model(tmp_path / "tiny.gguf", families.build("llama", vocab=96), "Q4_0").path)
+
+
 @pytest.mark.parametrize("packed", slow_except([True], [False, True]))
 def test_its_text_is_that_of_transformers(packed: bool, tmp_path: Path) -> None:
     path = write_model(tmp_path / "tiny.gguf", families.cached("llama"), "Q8_0" if packed else "F32").path
@@ -74,7 +102,8 @@ def test_another_architecture_is_read_by_transformers(tmp_path: Path) -> None:
     names = ["output_norm", *(f"blk.{layer}.{name}" for layer in range(4) for name in ("attn_norm", "ffn_norm"))]
     biases = {f"{name}.bias": np.zeros(model.config.hidden_size, np.float32) for name in names}
     path, written = write_model(tmp_path / "model.gguf", model, "Q8_0", "stablelm", biases)
-    found = load_model(path)
+    with pytest.warns(RuntimeWarning, match="has the architecture 'stablelm'.*: transformers unpacks it"):
+        found, _ = load_for_decoding(path)
     assert found.config.model_type == "stablelm"
     assert torch.equal(found.model.layers[3].mlp.up_proj.weight, written.model.layers[3].mlp.up_proj.weight)
     path, _ = write_model(tmp_path / "model.gguf", model, "Q8_0", "stablelm")

@@ -88,6 +88,8 @@ def write_model(
         writer.add_tensor(title, interleaved(blocks, name, config), raw_dtype=used)
     if (rope := getattr(config, "rope_parameters", {})).get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(config, rope))
+    for length in ("short", "long") if rope.get("rope_type") == "longrope" else ():
+        writer.add_tensor(f"rope_factors_{length}.weight", np.float32(rope[f"{length}_factor"]))
     for name, values in (further or {}).items():
         writer.add_tensor(name, values)
     finish(writer)
@@ -123,13 +125,16 @@ def write_config(writer: Any, config: Any) -> None:
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_attn_factors(rope["attention_factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     for key, field in GRANITE.items() if kind == "granite" else ():
         getattr(writer, f"add_{key}")(getattr(config, field))
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
     if getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if kind in ("gemma2", "gemma3_text", "phi3"):
+    if kind in ("mistral", "gemma2", "gemma3_text", "phi3"):
         writer.add_sliding_window(config.sliding_window or 0)
 
 

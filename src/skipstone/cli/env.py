@@ -65,23 +65,21 @@ def model_facts(name: str, quantize: str | None) -> dict[str, Any]:
 
     matrices: one dict for each stored type, a `TensorPath` with its path in words. GgufError for a damaged file.
     """
-    from skipstone.engines.mapped_loading import UNREADABLE, read_model
+    from skipstone.engines.mapped_loading import read_model
     from skipstone.engines.native import library
-    from skipstone.engines.native.weights import tensor_paths
-    from skipstone.models.gguf.reader import GgufError
+    from skipstone.engines.native.weights import QUANTIZED, tensor_paths
+    from skipstone.models.mapped_config import UnmappableError
 
     facts: dict[str, Any] = {"model": name, "model_path": "native: mapped files", "matrices": []}
     if (missing := library.missing()) is not None:
         return facts | {"model_path": f"eager: loaded by transformers, since {missing}"}
     try:
         model, _ = read_model(name)
-    except GgufError:
-        raise
-    except UNREADABLE as error:
+    except UnmappableError as error:
         return facts | {"model_path": f"loaded by transformers, since it cannot be mapped: {error}"}
     for path in tensor_paths(model, quantize):
-        as_stored = "computed as stored" if path.computed_bytes == path.stored_bytes else "dequantised to float32"
-        facts["matrices"].append(vars(path) | {"path": f"quantised to {quantize}" if quantize else as_stored})
+        become = f"{'quantised' if path.computed in QUANTIZED else 'dequantised'} to {path.computed}"
+        facts["matrices"].append(vars(path) | {"path": "computed as stored" if path.computed == path.kind else become})
     return facts
 
 

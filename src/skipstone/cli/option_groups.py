@@ -100,7 +100,7 @@ def expect_model(name: str | None) -> None:
             meant = "" if file is None else f"; did you mean {file}?"
             raise FileNotFoundError(2, f"it has no {CONFIG}; a model is such a folder, a .gguf file or a hub id{meant}", name)
     elif hub_name(name) is None:
-        raise FileNotFoundError(2, "no such folder, and not a hub id either", name)
+        raise FileNotFoundError(2, "no such folder or file, and not a hub id either", name)
     else:
         fetch(name, CONFIG)
 

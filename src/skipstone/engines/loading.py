@@ -359,5 +359,5 @@ def _locate(name: str | Path) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     meant = hub_name(name)
     if meant is None:
-        raise FileNotFoundError(errno.ENOENT, "no such folder, and not a hub id either", str(name))
+        raise FileNotFoundError(errno.ENOENT, "no such folder or file, and not a hub id either", str(name))
     return meant.repo, {} if meant.revision is None else {"revision": meant.revision}

@@ -15,10 +15,10 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import VARIABLE, EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library, packed_cache
-from skipstone.engines.native.weights import BLOCKS, QUANTIZED, packed_weights, quantised_bytes, tensor_paths
+from skipstone.engines.native.weights import BLOCKS, QUANTIZED, embedding_bytes, packed_weights, quantised_bytes, tensor_paths
 from skipstone.models.fetching import local_model
 from skipstone.models.generation_config import FILE, GenerationFields, read_generation_config
-from skipstone.models.gguf.reader import GgufError, GgufFile
+from skipstone.models.gguf.reader import GgufFile
 from skipstone.models.gguf.tokenizer import gguf_tokenizer
 from skipstone.models.gguf.weights import GgufWeights
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
@@ -32,7 +32,7 @@ from skipstone.utils.progress import progress_line
 
 CONFIG = "config.json"
 UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a checkpoint that is not as expected. transformers loads it or says what is wrong. A `GgufError` says it itself."""
+"""Errors of a checkpoint's folder that is not as expected. transformers loads it or says what is wrong."""
 
 
 def load_for_decoding(
@@ -60,12 +60,11 @@ def load_for_decoding(
     if wants_native and is_plain and library.missing() is None:
         try:
             model, place = read_model(name, dtype)
-            tokenizer = _tokenizer_of(place)
-        except GgufError:
-            raise
-        except UNREADABLE:
-            pass
+        except UnmappableError as error:
+            if name is not None and gguf_path(local_model(name)) is not None:
+                warnings.warn(f"{name} {error}: transformers unpacks it", RuntimeWarning, stacklevel=2)
         else:
+            tokenizer = _tokenizer_of(place)
             attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
             model.caches_panels = cache
             expect_memory(model, quantize)
@@ -73,7 +72,7 @@ def load_for_decoding(
             with progress_line("packing the weights", num_weights) as model.report_packed:
                 engine_of_model: Any = ModelRunner(model).engine  # packs the weights
             model.report_packed = None
-            warn_of_floats(model)
+            warn_of_floats(model, quantize)
             with progress_line("writing the quantised weights", engine_of_model.nbytes) as report_written:
                 engine_of_model.cache_panels(model, report_written)
             return model, tokenizer
@@ -102,8 +101,9 @@ def expect_memory(model: MappedModel, quantize: str | None) -> None:
     else:
         itemsize = None if model.widens_to is None else model.widens_to.itemsize
         needed = quantised_bytes(model, None) if itemsize is None else itemsize * sum(map(Tensor.numel, packed_weights(model)))
-    if quantize != "int4":
-        remedy += f", or quantise them: int4 needs {quantised_bytes(model, 'int4') / 1e9:.1f} GB"
+    if (smaller := quantised_bytes(model, "int4")) < needed:
+        remedy += f", or quantise them: int4 needs {(smaller + embedding_bytes(model)) / 1e9:.1f} GB"
+    needed += embedding_bytes(model)
     available = available_memory_bytes()
     if needed > available:
         sizes = f"need {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
@@ -118,9 +118,7 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
     if isinstance(next_to, MappedModel) and device == "cpu":
         try:
             model, _ = read_model(name, "auto" if gguf_path(local_model(name)) else dtype)
-        except GgufError:
-            raise
-        except UNREADABLE:
+        except UnmappableError:
             pass
         else:
             model.caches_panels = next_to.caches_panels
@@ -132,13 +130,21 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
 
 
 def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path | GgufFile]:
-    """A mapped model and its folder or GGUF file. GgufError for a damaged file, one of UNREADABLE if transformers must load the
-    model."""
+    """A mapped model and its folder or GGUF file. UnmappableError if transformers must load the model, GgufError for a GGUF
+    file that nobody can load."""
     name = None if name is None else local_model(name)
     if name is not None and (path := gguf_path(name)) is not None:
         if dtype not in ("auto", "float32", torch.float32):
-            raise UnmappableError(f"is unpacked to {dtype}: the native engine computes in float32")
+            raise UnmappableError(f"is computed in {dtype}, but by the native engine in float32")
         return map_gguf(path)
+    try:
+        return _read_folder(name, dtype)
+    except UNREADABLE as error:
+        raise UnmappableError(str(error)) from error
+
+
+def _read_folder(name: str | Path | None, dtype: torch.dtype | str) -> tuple[MappedModel, Path]:
+    """As `read_model`, of a checkpoint or a hub id. One of UNREADABLE if transformers must load it."""
     folder = NANO if name is None else _folder_of(name)
     config = MappedConfig(json.loads((folder / CONFIG).read_bytes()))
     config.name_or_path = str(folder if name is None else name)
@@ -173,19 +179,23 @@ def _repository(name: str | Path) -> str:
 
 
 def _tokenizer_of(place: Path | GgufFile) -> Any:
-    if isinstance(place, GgufFile):
-        return gguf_tokenizer(place)
+    from_file = isinstance(place, GgufFile)
     try:
-        return read_tokenizer(place)
-    except UnmappableError:
+        return gguf_tokenizer(place) if from_file else read_tokenizer(place)
+    except UnmappableError as error:
         from skipstone.engines.loading import load_tokenizer
 
-        return load_tokenizer(place)
+        path = place.path if from_file else place
+        if from_file:
+            warnings.warn(
+                f"{path} {error}: transformers' tokenizer is taken, whose ids may differ", RuntimeWarning, stacklevel=3
+            )
+        return load_tokenizer(path)
 
 
-def warn_of_floats(model: MappedModel) -> None:
+def warn_of_floats(model: MappedModel, quantize: str | None) -> None:
     """Warn of matrices that take more memory than in the file, because the engine has no kernels for their blocks."""
-    floats = [one for one in tensor_paths(model) if one.computed_bytes > one.stored_bytes]
+    floats = [one for one in tensor_paths(model, quantize) if one.computed == "float32" != one.kind]
     if floats and isinstance(model.files, GgufWeights):
         stored, computed = sum(one.stored_bytes for one in floats), sum(one.computed_bytes for one in floats)
         warnings.warn(

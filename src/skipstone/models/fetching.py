@@ -38,9 +38,9 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """Parse ORG/NAME, ORG/NAME@REVISION, or one of them with :TAG. None for a name that is no hub id."""
+    """Parse ORG/NAME, ORG/NAME@REVISION, or one of them with :TAG. None for a name that is no hub id, such as a file's."""
     match = NAME.fullmatch(str(name))
-    return None if match is None else HubName(*match.groups())
+    return None if match is None or match[1].endswith(".gguf") else HubName(*match.groups())
 
 
 def expect_repository(name: str) -> None:

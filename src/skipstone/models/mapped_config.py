@@ -73,7 +73,9 @@ ROPE_KEYS = {
     "llama3": frozenset(
         {"rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
-    "factors": frozenset({"rope_type", "rope_theta", "factors"}),  # of GGUF files: a divisor for each frequency
+    "longrope": frozenset(  # without defaults: of GGUF files
+        {"rope_type", "rope_theta", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"}
+    ),
 }
 """Supported kinds of rotary phases, and their parameters. Older configs write "type" for "rope_type"."""
 HAVE_WINDOWS = ("mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma2", "gemma3_text")

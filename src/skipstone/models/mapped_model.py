@@ -20,7 +20,7 @@ from skipstone.models.weight_files import DTYPES, FilePlace, WeightFiles
 
 QKV_BIASES = ("qwen2",)
 """Model types whose queries, keys and values always have biases, and whose other matrices never have."""
-FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_freqs\.weight$")
+FURTHER_TENSORS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^rope_(freqs|factors_short|factors_long)\.weight$")
 """Tensors that are no weights: rotary frequencies of older checkpoints, and GGUF's divisors, which the config has as well."""
 
 
@@ -69,6 +69,7 @@ class RotaryPhases(nn.Module):
 
     def __init__(self, config: MappedConfig) -> None:
         super().__init__()
+        self._scales = {kind: parameters.get("attention_factor", 1.0) for kind, parameters in config.rotary_kinds.items()}
         for kind, parameters in config.rotary_kinds.items():
             frequencies = inverse_frequencies(parameters, config.head_dim)
             self.register_buffer(f"{kind}_inv_freq" if kind else "inv_freq", frequencies, persistent=False)
@@ -78,18 +79,21 @@ class RotaryPhases(nn.Module):
         frequencies: Any = getattr(self, f"{kind}_inv_freq" if kind else "inv_freq")
         phases = positions[..., None].float() * frequencies.to(like.device)
         phases = torch.cat((phases, phases), dim=-1)
-        return phases.cos().to(like.dtype), phases.sin().to(like.dtype)
+        cos, sin = phases.cos() * self._scales[kind], phases.sin() * self._scales[kind]
+        return cos.to(like.dtype), sin.to(like.dtype)
 
 
 def inverse_frequencies(parameters: dict[str, Any], head_dim: int) -> Tensor:
-    """[size / 2] float32 (Su et al., arXiv 2104.09864, section 3.2.2; "llama3": Llama 3.1's interpolation of long waves)."""
+    """[size / 2] float32 (Su et al., arXiv 2104.09864, section 3.2.2; "llama3": Llama 3.1's interpolation of long waves;
+    "longrope": Ding et al., arXiv 2402.13753)."""
     size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
     frequencies = 1.0 / (parameters["rope_theta"] ** exponents)
     if parameters["rope_type"] == "linear":
         return frequencies / parameters["factor"]
-    if parameters["rope_type"] == "factors":
-        return frequencies / torch.tensor(parameters["factors"], dtype=torch.float32, device="cpu")
+    if parameters["rope_type"] == "longrope":  # transformers' operations; requests end where long texts begin
+        divisors = torch.tensor(parameters["short_factor"], dtype=torch.float32, device="cpu")
+        return 1.0 / (divisors * parameters["rope_theta"] ** exponents)
     if parameters["rope_type"] != "llama3":
         return frequencies
     factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))

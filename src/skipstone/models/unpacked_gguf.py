@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Ge
 from skipstone.models.checkpoints import expect_fit
 from skipstone.models.gguf.reader import GgufError, GgufFile
 from skipstone.models.gguf.tokenizer import gguf_tokenizer
-from skipstone.models.mapped_config import MappedConfig, UnmappableError
+from skipstone.models.mapped_config import UnmappableError
 from skipstone.models.mapped_gguf import map_gguf
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.packed_weight import PackedWeight
@@ -57,7 +57,8 @@ def unpacked_model(model: MappedModel, dtype: torch.dtype, **options: Any) -> An
     """transformers' model with the weights and the generation defaults of a mapped one. One weight is unpacked at a time.
 
     options: further ones of `from_pretrained`."""
-    config: Any = CONFIG_MAPPING[model.config.model_type](**_config_values(model.config))
+    values = {name: value for name, value in model.config.to_dict().items() if name != "norm_offset"}
+    config: Any = CONFIG_MAPPING[model.config.model_type](**values)
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     made = kind.from_pretrained(
         None,
@@ -69,17 +70,6 @@ def unpacked_model(model: MappedModel, dtype: torch.dtype, **options: Any) -> An
     )
     made.name_or_path = made.config.name_or_path = model.config.name_or_path
     return made
-
-
-def _config_values(config: MappedConfig) -> dict[str, Any]:
-    """The values of a config for transformers, which calls divisors of rotary frequencies factors of short and long texts."""
-    values = {name: value for name, value in config.to_dict().items() if name != "norm_offset"}
-    phases = values["rope_parameters"]
-    if (factors := phases.get("factors")) is not None:
-        length = {"original_max_position_embeddings": config.max_position_embeddings, "factor": 1.0, "attention_factor": 1.0}
-        rotation = {"rope_type": "longrope", "rope_theta": phases["rope_theta"]}
-        values["rope_parameters"] = {**rotation, "short_factor": factors, "long_factor": factors, **length}
-    return values
 
 
 def _weights(model: MappedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -9,14 +9,16 @@ import gguf
 import numpy as np
 import pytest
 
-from skipstone.models.gguf.architectures import config_values, tensor_sources
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.gguf.reader import BLOCK_TYPES, GgufError, GgufFile
-from skipstone.models.gguf.weights import GgufWeights
-from skipstone.models.mapped_config import MappedConfig, UnmappableError
-from skipstone.models.mapped_model import MappedModel
+from skipstone.models.gguf.tokenizer import gguf_tokenizer
+from skipstone.models.mapped_config import UnmappableError
+from skipstone.models.mapped_gguf import map_gguf
 from tests.helpers import families
 from tests.helpers.gguf_files import finish, write_model
+from tests.helpers.native import NATIVE_ONLY
 
+pytestmark = NATIVE_ONLY
 ROWS = np.arange(3 * 256, dtype=np.float32).reshape(3, 256)
 
 
@@ -72,6 +74,7 @@ def test_the_block_types_are_those_of_ggml() -> None:
         assert BLOCK_TYPES[kind.name] == (kind.value, *sizes)
 
 
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 NUMBERS = (0, 1, 8, 9, 12, 13, 33, 255, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**63, 2**64 - 1)
 MAX_BYTES = 1 << 20
 """Memory that reading a file of 50 KB may take; an unchecked count would take gigabytes."""
@@ -79,7 +82,7 @@ MAX_BYTES = 1 << 20
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_damaged_file_is_an_error_or_reads(name: str, tmp_path: Path) -> None:
-    path = write_model(tmp_path / "whole.gguf", families.build(name, layers=1, vocab=40)).path
+    path = write_model(tmp_path / "whole.gguf", families.build(name, layers=1, vocab=40, **SIZES), "Q8_0").path
     content, damaged = path.read_bytes(), tmp_path / "damaged.gguf"
     end = min(one.offset for one in GgufFile(path).tensors.values())
     draw, outcomes = random.Random(0), {"read": 0, "refused": 0, "left to transformers": 0}
@@ -106,15 +109,14 @@ def test_a_damaged_file_is_an_error_or_reads(name: str, tmp_path: Path) -> None:
 
 def outcome(path: Path) -> str:
     try:
-        file = GgufFile(path)
+        model, file = map_gguf(path)
+        gguf_tokenizer(file)
+        assert ModelRunner(model, "native").engine.nbytes  # packs the weights
     except GgufError:
         return "refused"
-    assert all(len(one.data) == one.nbytes for one in file.tensors.values())
-    try:
-        config = MappedConfig(config_values(file))
-        MappedModel(config, GgufWeights(file, tensor_sources(file, config)), None)
     except UnmappableError:
         return "left to transformers"
+    assert all(len(one.data) == one.nbytes for one in file.tensors.values())
     return "read"
 
 

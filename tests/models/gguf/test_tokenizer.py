@@ -227,6 +227,12 @@ def test_runs_of_spaces_are_spelled_as_in_the_original_vocabulary(trained: Any) 
     assert ours.decode(ours("a   b")["input_ids"], skip_special_tokens=True) == "a   b"
 
 
+def test_empty_tokens_have_names_of_their_own() -> None:
+    tokens = [*byte_level_metadata()["tokenizer.ggml.tokens"], b"", b""]
+    ours = tokenizer_of(byte_level_metadata(tokens=tokens, token_type=None))
+    assert ours.convert_ids_to_tokens([len(tokens) - 2, len(tokens) - 1]) == [f"[EMPTY_{len(tokens) - one}]" for one in (2, 1)]
+
+
 def test_characters_without_a_token_are_unknown_if_there_are_no_tokens_of_bytes() -> None:
     tokens, types = [b"<unk>", b"a", b"b", b"ab"], np.array([2, 1, 1, 1], np.int32)
     fields = {"model": "llama", "tokens": tokens, "scores": np.arange(4, dtype=np.float32), "token_type": types}
@@ -251,6 +257,9 @@ WRONG: list[tuple[Metadata, str]] = [
     ({"bos_token_id": 1 << 31}, "bos_token_id is 2147483648"),
     ({"unknown_token_id": -1}, "unknown_token_id is -1"),
     ({"eos_token_id": 1.0}, "eos_token_id is 1.0"),
+    ({"add_bos_token": np.ones(2)}, "add_bos_token is "),
+    ({"add_space_prefix": "no"}, "add_space_prefix is 'no'"),
+    ({"model": [b"llama"]}, "model is "),
 ]
 
 
@@ -277,7 +286,7 @@ def test_what_is_not_known_here_is_left_to_transformers(trained: Any) -> None:
     for changes, reason in (
         ({"model": "bert"}, "of the kind 'bert'"),
         ({"pre": "viking"}, "'viking'"),
-        ({"pre": None}, "None"),
+        ({"pre": None}, "as ''"),
     ):
         with pytest.raises(UnmappableError, match=reason):
             tokenizer_of(byte_level_metadata(**changes))

@@ -413,35 +413,46 @@ def packed_weights(model: Any) -> list[Tensor]:
 class TensorPath:
     """How the native engine computes the matrices of one stored type.
 
-    kind: a name of GGUF's types, or the name of a dtype. matrices: their number. stored_bytes, computed_bytes: in the
-    files and the engine. They are equal for matrices that are computed as they are stored.
+    kind, computed: the types in the files and in the engine, names of GGUF's types, of dtypes or of QUANTIZED. matrices: their
+    number. stored_bytes, computed_bytes: in the files and the engine.
     """
 
     kind: str
+    computed: str
     matrices: int
     stored_bytes: int
     computed_bytes: int
 
 
 def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
-    """The paths of a model's matrices, an embedding of its own included, by stored type."""
-    found: dict[str, TensorPath] = {}
-    head = model.get_output_embeddings().weight
+    """The paths of a model's matrices by their types. An embedding that is not the head, too, is never quantised."""
+    found: dict[tuple[str, str], TensorPath] = {}
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     for one in model.parameters():
         if one.dim() == 2:
-            blocks, computed = blocks_of(one), matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize)
+            quantised = (quantize and QUANTIZED_HEAD) if one is head else None if one is embedding else quantize
+            blocks = blocks_of(one)
             kind = str(one.dtype if blocks is None else DTYPES.get(blocks.kind, blocks.kind)).removeprefix("torch.")
+            computed = quantised or (kind if blocks is None or blocks.kind in STORED else "float32")
             stored = one.numel() * one.element_size() if blocks is None else blocks.nbytes
-            before = found.get(kind, TensorPath(kind, 0, 0, 0))
-            found[kind] = TensorPath(kind, before.matrices + 1, before.stored_bytes + stored, before.computed_bytes + computed)
+            before = found.get((kind, computed), TensorPath(kind, computed, 0, 0, 0))
+            counted = before.stored_bytes + stored, before.computed_bytes + matrix_bytes(one, quantised)
+            found[kind, computed] = TensorPath(kind, computed, before.matrices + 1, *counted)
     return [*found.values()]
 
 
 def quantised_bytes(model: Any, quantize: str | None) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
-    minimum) in float16. None: without quantisation."""
+    minimum) in float16. None: without quantisation. An embedding that is not the head, too, is left out."""
     head = model.get_output_embeddings().weight
     return sum(matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
+
+
+def embedding_bytes(model: Any) -> int:
+    """Bytes of an embedding in blocks that is not the head, too. Any other is the head, or stays in the mapped files."""
+    weight = model.get_input_embeddings().weight
+    is_head = weight is model.get_output_embeddings().weight
+    return 0 if is_head or blocks_of(weight) is None else matrix_bytes(weight, None)
 
 
 def matrix_bytes(matrix: Tensor, quantize: str | None) -> int:

@@ -66,7 +66,8 @@ PAYING_STEP_SECONDS = 0.003
 """Time of a plain step above which drafts of a copy pay as a rule. In shorter ones the host's time between passes counts too
 much."""
 MAX_COPY_SHARE = 0.75
-"""Largest share of the weights' bytes that a copy may have. Its drafts gain a third above that if all are accepted."""
+"""Largest share s of the weights' bytes that a copy may have. Each accepted token costs at least s of a plain step for its
+draft, so the speed-up is below 1 / s."""
 
 
 def _shrinks(model: Any) -> bool:

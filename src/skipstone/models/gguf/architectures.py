@@ -1,6 +1,7 @@
 """Translates llama.cpp's architectures for transformers: the values of config.json, and the names of the tensors.
 
-Defaults are llama.cpp's (src/llama-model.cpp and src/models/). Phi-3 has windows, as in the original; llama.cpp ignores them.
+Defaults are llama.cpp's (src/llama-model.cpp and src/models/). Phi-3 and Mistral have windows, as in the originals; llama.cpp
+ignores them.
 """
 
 import re
@@ -19,9 +20,11 @@ MODEL_TYPES = {
 """transformers' model types by llama.cpp's architectures. Mistral's files say llama."""
 INTERLEAVED = ("llama", "smollm3", "granite")
 """Files of these architectures alternate the rows of the two halves of a rotated head."""
-TAKES_FACTORS = ("llama", "granite")
-"""Files of these architectures may have the tensor FACTORS, which divides the rotary frequencies."""
-FACTORS = "rope_freqs.weight"
+FACTORS = {
+    **dict.fromkeys(("llama", "granite"), ("rope_freqs.weight", "rope_freqs.weight")),
+    "phi3": ("rope_factors_short.weight", "rope_factors_long.weight"),
+}
+"""Tensors that divide the rotary frequencies of short and of long texts, by the architectures that may have them."""
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
 """If a file does not say which layers attend to the whole text, every second or sixth layer does."""
 WIDE_DEPTHS = {"gemma2": 46, "gemma3": 62}
@@ -77,6 +80,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     fields = _Fields(file)
     kind = file.architecture
     values: dict[str, Any] = {"model_type": MODEL_TYPES[kind], "tie_word_embeddings": "output.weight" not in file.tensors}
+    if kind == "llama" and fields.integer("attention.sliding_window", 0):
+        values["model_type"] = "mistral"
     values |= {name: fields.integer(key) for name, key in _SIZES.items()}
     for name, key in _TOKENS.items():
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -85,8 +90,8 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     if not 0 < layers <= len(file.tensors) or heads < 1 or "token_embd.weight" not in file.tensors:
         raise UnmappableError("has no layers, heads or embeddings, or fewer than it says")
     size = fields.integer("attention.key_length", values["hidden_size"] // heads)
-    if fields.integer("attention.value_length", size) != size:
-        raise UnmappableError("has values of another size than keys")
+    if size % 2 or fields.integer("attention.value_length", size) != size:
+        raise UnmappableError("has heads of an odd size, or values of another size than keys")
     values |= {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "num_key_value_heads": fields.integer("attention.head_count_kv", heads),
@@ -98,7 +103,7 @@ def config_values(file: GgufFile) -> dict[str, Any]:
     if kind == "granite":
         values |= {name: fields.number(key, 0.0) or 1.0 for name, key in _GRANITE.items()}
         values["attention_multiplier"] = fields.number("attention.scale", 0.0) or size**-0.5
-    return values | _windows(fields, layers) | _gemma(fields, values) | _rotary_phases(fields, size)
+    return values | _windows(fields, layers) | _gemma(fields, values) | _rotary_phases(fields, values)
 
 
 def tensor_sources(file: GgufFile, config: Any) -> dict[str, TensorSource]:
@@ -120,12 +125,9 @@ class _Fields:
     """The hyper-parameters of a file's architecture."""
 
     def __init__(self, file: GgufFile) -> None:
-        if file.architecture not in MODEL_TYPES:
-            raise UnmappableError(f"has the architecture {file.architecture!r}, which the native engine does not run")
         self.file, self.kind = file, file.architecture
-        if self.get("attention.causal") is False or (
-            self.get("rope.scaling.finetuned", True) is False and self.kind == "granite"
-        ):
+        has_no_phases = self.kind == "granite" and self.get("rope.scaling.finetuned", True) is False
+        if self.get("attention.causal", True) is not True or has_no_phases:
             raise UnmappableError("has attention to later tokens, or no rotary phases")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -181,20 +183,29 @@ def _gemma(fields: _Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rotary_phases(fields: _Fields, size: int) -> dict[str, Any]:
-    """The rotary phases. size: of a head."""
-    scaling = fields.get("rope.scaling.type", "linear")
+def _rotary_phases(fields: _Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary phases. values: of the config, with the sizes."""
+    size, length = values["head_dim"], values["max_position_embeddings"]
+    scaling, amplification = fields.get("rope.scaling.type", "linear"), fields.number("rope.scaling.attn_factor", 1.0)
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
-    if scaling not in ("linear", "none") or fields.get("rope.scaling.attn_factor", 1.0) != 1.0:
-        raise UnmappableError(f"has rotary phases that are scaled by {scaling!r}, or amplified")
-    phases: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
-    if scaling == "linear" and factor != 1.0:
-        phases |= {"rope_type": "linear", "factor": factor}
-    if FACTORS in fields.file.tensors:
-        if fields.kind not in TAKES_FACTORS:
-            raise UnmappableError(f"has {FACTORS}, which its architecture does not have")
-        phases |= {"rope_type": "factors", "factors": (_factors(fields.file, size) * phases.pop("factor", 1.0)).tolist()}
     rotated = fields.integer("rope.dimension_count", size)
+    if rotated % 2 or not 0 < rotated <= size:
+        raise UnmappableError(f"rotates {rotated} numbers of a head of {size}")
+    phases: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base", 10000.0)}
+    names = FACTORS.get(fields.kind, ())
+    if (stored := {name for name in fields.file.tensors if name.startswith("rope_")}) not in (set(), {*names}):
+        raise UnmappableError(f"has {', '.join(stored)}, which do not fit its architecture")
+    if stored:
+        divisors = [_divisors(fields.file, name, rotated) for name in names]
+        if scaling == "linear":
+            divisors = [one * factor for one in divisors]
+        phases |= {"rope_type": "longrope", "short_factor": divisors[0].tolist(), "long_factor": divisors[1].tolist()}
+        phases["original_max_position_embeddings"] = fields.integer("rope.scaling.original_context_length", length) or length
+        phases["attention_factor"] = amplification
+    elif not isinstance(scaling, str) or scaling not in ("linear", "none") or amplification != 1.0:
+        raise UnmappableError(f"has rotary phases that are scaled by {scaling!r}, or amplified")
+    elif scaling == "linear" and factor != 1.0:
+        phases |= {"rope_type": "linear", "factor": factor}
     if rotated != size:
         phases["partial_rotary_factor"] = rotated / size
     if fields.kind != "gemma3":
@@ -203,12 +214,12 @@ def _rotary_phases(fields: _Fields, size: int) -> dict[str, Any]:
     return {"rope_parameters": {FULL: phases, SLIDING: local}}
 
 
-def _factors(file: GgufFile, size: int) -> np.ndarray:
-    """[size / 2] float32 divisors of the rotary frequencies."""
-    stored = file.tensors[FACTORS]
-    if stored.kind != "F32" or stored.shape != (size // 2,):
-        raise UnmappableError(f"has {FACTORS} in {stored.kind} of shape {list(stored.shape)}, expected F32 and [{size // 2}]")
-    factors = stored.data.view("<f4")
-    if not (np.isfinite(factors) & (factors > 0)).all():
-        raise UnmappableError(f"has {FACTORS} that are not positive")
-    return factors
+def _divisors(file: GgufFile, name: str, rotated: int) -> np.ndarray:
+    """[rotated / 2] float32 divisors of the rotary frequencies."""
+    stored = file.tensors[name]
+    if stored.kind != "F32" or stored.shape != (rotated // 2,):
+        raise UnmappableError(f"has {name} in {stored.kind} of shape {list(stored.shape)}, expected F32 and [{rotated // 2}]")
+    divisors = stored.data.view("<f4")
+    if not (np.isfinite(divisors) & (divisors > 0)).all():
+        raise UnmappableError(f"has {name} that are not positive")
+    return divisors

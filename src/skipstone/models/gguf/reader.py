@@ -28,7 +28,7 @@ PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 class BlockType(NamedTuple):
-    """How a tensor's values are stored: in blocks of as many inputs of a row, each of as many bytes."""
+    """How a tensor's values are stored. number: in files. inputs, nbytes: of a block, which is a part of a row."""
 
     number: int
     inputs: int
@@ -104,12 +104,12 @@ class GgufFile:
     """A model in a GGUF file, or in several that are named MODEL-00001-of-00003.gguf. GgufError for a damaged one, OSError for
     one that cannot be opened.
 
-    path: of any of the files. metadata: int, float, bool or str by key; arrays of numbers as NumPy arrays, arrays of strings as
-    list[bytes]. tensors: by name. files: which tensors and weights need. identity: as in `WeightFiles`.
+    path: as it was given. metadata: int, float, bool or str by key; arrays of numbers as NumPy arrays, arrays of strings as
+    list[bytes]. tensors: by name. files: the open files; tensors need them. identity: as in `WeightFiles`.
     """
 
     def __init__(self, path: Path) -> None:
-        self.files = MappedFiles(_siblings(path))
+        self.path, self.files = path, MappedFiles(_siblings(path))
         headers = [_Header(path, handle) for path, handle in zip(self.files.paths, self.files.handles, strict=True)]
         self.identity = self.files.identity_with(memoryview(header.pages)[: header.position] for header in headers)
         self.metadata = headers[0].metadata

@@ -43,12 +43,12 @@ class _Vocabulary:
 
 def gguf_tokenizer(file: GgufFile) -> CheckpointTokenizer:
     """The tokenizer of a file. UnmappableError for a kind that is not known here, GgufError for damaged fields."""
-    kind, name = (file.metadata.get(PREFIX + key) for key in ("model", "pre"))
+    kind, name = (_value(file.metadata, key, "") for key in ("model", "pre"))
     if kind not in ("gpt2", "llama"):
         raise UnmappableError(f"has a tokenizer of the kind {kind!r}")
     if kind == "gpt2" and name not in PRE_TOKENIZERS:
         raise UnmappableError(f"has a tokenizer that cuts texts into words as {name!r}")
-    begins = kind == "llama" or PRE_TOKENIZERS[str(name)].adds_bos
+    begins = kind == "llama" or PRE_TOKENIZERS[name].adds_bos
     vocabulary = _vocabulary(file.metadata, begins)
     backend: Any = (_sentence_piece if kind == "llama" else _byte_level)(file.metadata, vocabulary)
     special = {name: backend.id_to_token(number) for name, number in vocabulary.special.items()}
@@ -73,7 +73,7 @@ def _vocabulary(metadata: Mapping[str, Any], begins: bool) -> _Vocabulary:
     while written and types[len(written) - 1] == TokenType.UNUSED and written[-1] == b"[PAD%d]" % (len(written) - 1):
         written = written[:-1]  # converters name ids without a token so
     try:
-        tokens = [token.decode() for token in written]
+        tokens = [token.decode() or f"[EMPTY_{number}]" for number, token in enumerate(written)]  # as llama.cpp
     except UnicodeDecodeError as error:
         raise _damaged(f"a token is no text: {error}") from error
     if len(set(tokens)) < len(tokens):
@@ -81,7 +81,7 @@ def _vocabulary(metadata: Mapping[str, Any], begins: bool) -> _Vocabulary:
     special = {name: _id(metadata, key, len(tokens)) for name, key in KEYS.items()}
     special = {name: number for name, number in special.items() if number is not None}
     around = [
-        [special[name] for name in (f"{end}_token",) if name in special and metadata.get(f"{PREFIX}add_{end}_token", default)]
+        [special[name] for name in (f"{end}_token",) if name in special and _value(metadata, f"add_{end}_token", default)]
         for end, default in (("bos", begins), ("eos", False))
     ]
     return _Vocabulary(tokens, types[: len(tokens)], special, *around)
@@ -106,7 +106,7 @@ def _sentence_piece(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> Sen
             scores[: len(tokens)],
             vocabulary.types,
             vocabulary.special["unk_token"],
-            spaces="never" if not metadata.get(f"{PREFIX}add_space_prefix", True) else "always" if is_phi3 else "first",
+            spaces="never" if not _value(metadata, "add_space_prefix", True) else "always" if is_phi3 else "first",
             around=(vocabulary.before, vocabulary.after),
             stripping={one for one in control if is_phi3 and tokens[one] not in PHI3_KEEPS_SPACES},
         )
@@ -154,6 +154,14 @@ def _chat_template(metadata: Mapping[str, Any]) -> Any:
     if not all(isinstance(text, str) for text in templates.values()):
         raise _damaged("a chat template is no text")
     return templates if named else templates.get("default")
+
+
+def _value(metadata: Mapping[str, Any], key: str, default: bool | str) -> Any:
+    """A value of the default's type. GgufError for another type."""
+    value = metadata.get(PREFIX + key, default)
+    if type(value) is not type(default):
+        raise _damaged(f"{PREFIX}{key} is {value!r}")
+    return value
 
 
 def _tokens(metadata: Mapping[str, Any]) -> list[bytes]:

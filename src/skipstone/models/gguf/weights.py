@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skipstone.models.gguf.reader import BLOCK_TYPES, GgufFile, StoredTensor
+from skipstone.models.gguf.reader import BLOCK_TYPES, GgufError, GgufFile, StoredTensor
+from skipstone.models.mapped_config import UnmappableError
 from skipstone.models.mapped_files import read_bytes
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, read_only_buffers
@@ -44,7 +45,10 @@ class StoredBlocks:
         """[end - begin, inputs] float32: the weights of some rows."""
         gguf = installed("gguf", f"matrices in {self.kind} need gguf", "quantised")
         kind = gguf.GGMLQuantizationType[self.kind]
-        return torch.from_numpy(gguf.quants.dequantize(self.rows(begin, end), kind)).float()
+        try:
+            return torch.from_numpy(gguf.quants.dequantize(self.rows(begin, end), kind)).float()
+        except NotImplementedError as error:
+            raise GgufError(f"a GGUF file has a matrix in {self.kind}, which nobody unpacks: fetch another file") from error
 
     def unpacked(self) -> Tensor:
         """[outputs, inputs] float32."""
@@ -71,11 +75,13 @@ class GgufWeights:
     @read_only_buffers()
     def __getitem__(self, name: str) -> Tensor:
         """A tensor in the memory of the mapped file. A matrix in blocks or in another order of rows is a `PackedWeight` of
-        float32."""
+        float32. UnmappableError for other tensors in blocks."""
         tensor, heads = self._stored[name]
         if (dtype := DTYPES.get(tensor.kind)) is not None and not (heads and len(tensor.shape) > 1):
             plain = torch.frombuffer(tensor.data, dtype=dtype).view(tensor.shape)
             return plain[_order(len(plain), heads)] if heads else plain
+        if len(tensor.shape) != 2:
+            raise UnmappableError(f"has {name} in {tensor.kind}")
         source = StoredBlocks(tensor, heads)
         return PackedWeight(source, torch.empty((1, 1), dtype=torch.float32, device="cpu").expand(tensor.shape))
 

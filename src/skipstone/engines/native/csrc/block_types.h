@@ -163,7 +163,7 @@ struct FiveBitsK : FourBitsK {  // Q5_K
   }
 };
 
-// Q6_K. A unit has a float16, and the scales of 16 inputs each as its products with 8 bits.
+// Q6_K. 16 inputs share a scale, the product of an integer of 8 bits and the unit's float16.
 struct SixBitsK {
   static constexpr std::array ROWS{2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   static constexpr int UNIT = 8, PARTS = 2, BLOCKS = 6, HIGH = 2, CENTRE = 32, STORED = 210;

@@ -74,7 +74,7 @@ SK_INLINE Four four(const int8_t* p) {
   return {x, _mm256_abs_epi8(x)};
 }
 SK_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-// Codes are at most 15, so two products stay below 2^15, at which maddubs saturates.
+// Codes are at most 63, so two products stay below 2^15, at which maddubs saturates.
 SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
   return {add_pairs(sum.a, _mm256_maddubs_epi16(w.a, x.x)), add_pairs(sum.b, _mm256_maddubs_epi16(w.b, x.x))};
 }
