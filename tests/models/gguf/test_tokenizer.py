@@ -21,6 +21,7 @@ from skipstone.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from skipstone.models.gguf.reader import GgufError, GgufFile
 from skipstone.models.gguf.tokenizer import gguf_tokenizer, stop_ids
 from skipstone.models.mapped_config import UnmappableError
+from skipstone.models.unpacked_gguf import load_tokenizer
 from tests.helpers.byte_level import CORPUS, RULES, byte_level, plain
 
 TEXTS = [
@@ -85,13 +86,13 @@ def test_a_byte_level_vocabulary_is_that_of_the_exported_tokenizer(rule: str, be
     writer.write_kv_data_to_file()
     writer.close()
     file = GgufFile(tmp_path / "a.gguf")
-    ours = gguf_tokenizer(file)
-    expect_same(ours, theirs, TEXTS)
-    assert ours.special_tokens_map == theirs.special_tokens_map
-    assert ours.chat_template == theirs.chat_template
+    for ours in (gguf_tokenizer(file), load_tokenizer(tmp_path / "a.gguf")):
+        expect_same(ours, theirs, TEXTS)
+        assert ours.special_tokens_map == theirs.special_tokens_map
+        assert ours.chat_template == theirs.chat_template
     assert stop_ids(file.metadata) == [1]
     with pytest.raises(TypeError):
-        ours("\ud800")
+        gguf_tokenizer(file)("\ud800")
 
 
 def byte_level_metadata(**changes: Any) -> Metadata:
