@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.helpers import families
+from tests.helpers.ggml_blocks import SCALES
 
 KINDS = gguf.GGMLQuantizationType
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """llama.cpp's names of architectures, where they are not transformers' model types."""
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Places of the float16 scales in a block; other types have one, at its beginning."""
 STEPS = {"Q4_K": (4e-4, 7.5), "Q5_K": (2e-4, 15.5), "Q6_K": (5e-5,), "IQ4_NL": (1e-3,)}
-"""Sizes of these scales for weights of about 1/16; the second is that of the minima, in the first, for a mean of 0."""
+"""Sizes of the scales in a block for weights of about 1/16; the second is that of the minima, in the first, for a mean of 0."""
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
