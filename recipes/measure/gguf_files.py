@@ -26,6 +26,13 @@ from start import IMPORTS, NEW_TOKENS, PROMPT, Start, command_of, started
 from skipstone.utils.processor_watch import was_busy
 
 DECODED, PREFILL = 128, 512
+WRITES_MEMORY = """
+import mmap, sys
+pages = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+pages.madvise(mmap.MADV_HUGEPAGE)
+pages.write(bytes(len(pages)))
+print(flush=True)
+"""
 REPEATS = 3
 """Measurements of each process."""
 Speeds = tuple[float, float]
@@ -73,7 +80,7 @@ def measure_starts(path: Path, methods: Iterable[str], peer: list[str]) -> dict[
 
     The host of a virtual machine gives it memory when it is first written, and takes seconds for it. So a process writes as
     much memory before the first start as both programs need."""
-    started([sys.executable, "-c", f"print(len(b'x' * {2 * path.stat().st_size}), flush=True)"], Path())
+    started([sys.executable, "-c", WRITES_MEMORY, str(2 * path.stat().st_size)], Path())
     rows = {}
     for method in methods:
         with tempfile.TemporaryDirectory() as cache:

@@ -43,6 +43,8 @@ class StoredBlocks:
 
     def floats(self, begin: int, end: int) -> Tensor:
         """[end - begin, inputs] float32: the weights of some rows."""
+        if (dtype := DTYPES.get(self.kind)) is not None:
+            return torch.from_numpy(self.rows(begin, end)).view(dtype).float()
         gguf = installed("gguf", f"matrices in {self.kind} need gguf", "quantised")
         kind = gguf.GGMLQuantizationType[self.kind]
         try:
