@@ -343,19 +343,20 @@ class Checker:
     def score_plain(self, reference: Reference) -> None:
         """Plain decoding, the texts that all other probes compare with, against the best tokens of the reference."""
         self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
-        self.finding.unit, equal = "tokens", 0
+        self.finding.unit, same, same_in_float32 = "tokens", 0, 0
         for number, (prompt, text) in enumerate(zip(self.prompts, self.plain, strict=True)):
             precise = reference.scores(reference.precise, prompt, text)
             best = precise.argmax(-1).tolist()
             self.finding.tested += len(text)
             differing = [position for position, token in enumerate(text) if token != best[position]]
-            equal += not differing
-            scores = reference.scores(reference.single, prompt, text) if differing else precise
+            scores = reference.scores(reference.single, prompt, text)
+            same += len(text) - len(differing)
+            same_in_float32 += int((scores.argmax(-1) == precise.argmax(-1)).sum())
             for at in differing:
                 difference = ScoredDifference(number, at, best[at], text[at], texts=(best, text))
                 rounding = partial(_largest_difference, scores[at], precise[at])
                 self._add(difference.scored(precise[at], rounding, torch.finfo(torch.float32).eps))
-        self.finding.note = f"{equal} of {len(self.plain)} texts are the reference's"
+        self.finding.note = f"{same} are the reference's; of its own in float32, {same_in_float32} are"
 
     def decode_plainly(self) -> None:
         """Plain decoding, the reference of all other probes, against `model.generate`.
