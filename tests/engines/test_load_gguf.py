@@ -13,11 +13,14 @@ import skipstone
 from skipstone.engines import mapped_loading
 from skipstone.engines.loading import expect_config, load_model, load_tokenizer
 from skipstone.engines.mapped_loading import load_for_decoding
+from skipstone.engines.native import library
 from skipstone.models.gguf.reader import GgufError, GgufFile
+from skipstone.models.mapped_model import MappedModel
 from tests.helpers import commandline, families
 from tests.helpers.gguf_files import write_model
 from tests.helpers.pairwise import slow_except
 
+NATIVE = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 LAYERSKIP = skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=3)
 
 
@@ -58,6 +61,16 @@ def test_weights_in_other_types_are_refused(name: str, message: str, path: Path)
             attempt(path)
 
 
+@NATIVE
+def test_transformers_reads_an_unknown_tokenizer_and_not_the_weights(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"gpt-2", b"other"))
+    with pytest.warns(RuntimeWarning, match="cuts texts into words as 'other': transformers reads it"):
+        model, tokenizer = load_for_decoding(path)
+    assert isinstance(model, MappedModel)
+    assert tokenizer.decode([5, 17]) == chr(33 + 5) + chr(33 + 17)
+
+
+@NATIVE
 def test_the_weights_of_a_file_must_fit_into_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path / "tiny.gguf", families.build("llama", vocab=96), "Q8_0").path
     needed = sum(one.nbytes for one in GgufFile(path).tensors.values() if len(one.shape) == 2)
@@ -97,6 +110,7 @@ def test_what_is_no_file_of_a_known_architecture_is_refused(tmp_path: Path) -> N
         load_model(path)
 
 
+@NATIVE
 def test_another_architecture_is_read_by_transformers(tmp_path: Path) -> None:
     model = families.cached("llama")
     names = ["output_norm", *(f"blk.{layer}.{name}" for layer in range(4) for name in ("attn_norm", "ffn_norm"))]

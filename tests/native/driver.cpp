@@ -1088,7 +1088,7 @@ struct Case {
     CHECK(library.head(&m, &few, state.data(), 1, 1, nullptr, whole, 1) == BAD_ARGUMENT);
   }
 
-  // A model whose blocks have any scales: every call still ends, and results that are numbers do not depend on threads.
+  // Blocks have any scales, also infinite ones. Every call still ends, and the logits do not depend on the threads.
   void spoiled_weights() {
     for (const auto& [panels, spoiled] : spoiled_panels) std::memcpy(panels, spoiled.data(), size_t(spoiled.count));
     const Passing made = passing(dice.chance(50));

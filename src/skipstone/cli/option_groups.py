@@ -133,7 +133,7 @@ class ModelOptions(OptionGroup):
         return replace(self, model=os.path.abspath(self.model or "")) if is_path else self
 
     def load(self, **arguments: Any) -> tuple[Any, Any]:
-        """The model and its tokenizer. arguments: further ones of `skipstone.load`. A GGUF file is measured as it is stored."""
+        """The model and its tokenizer. arguments: further ones of `skipstone.load`. A GGUF file stays packed."""
         from skipstone.engines.mapped_loading import load_to_measure
 
         return load_to_measure(self.model, **self._arguments(**{"keep_weights": False, **arguments}))

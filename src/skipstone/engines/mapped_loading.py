@@ -131,11 +131,11 @@ def load_named(name: str | Path, dtype: torch.dtype, device: str, next_to: Any, 
 
 def read_model(name: str | Path | None, dtype: torch.dtype | str = "auto") -> tuple[MappedModel, Path | GgufFile]:
     """A mapped model and its folder or GGUF file. UnmappableError if transformers must load the model, GgufError for a GGUF
-    file that nobody can load."""
+    file that cannot be loaded."""
     name = None if name is None else local_model(name)
     if name is not None and (path := gguf_path(name)) is not None:
         if dtype not in ("auto", "float32", torch.float32):
-            raise UnmappableError(f"is computed in {dtype}, but by the native engine in float32")
+            raise UnmappableError(f"is to be computed in {dtype}, and the native engine computes it in float32")
         return map_gguf(path)
     try:
         return _read_folder(name, dtype)
@@ -187,9 +187,7 @@ def _tokenizer_of(place: Path | GgufFile) -> Any:
 
         path = place.path if from_file else place
         if from_file:
-            warnings.warn(
-                f"{path} {error}: transformers' tokenizer is taken, whose ids may differ", RuntimeWarning, stacklevel=3
-            )
+            warnings.warn(f"{path} {error}: transformers reads it, and its ids may be wrong", RuntimeWarning, stacklevel=3)
         return load_tokenizer(path)
 
 

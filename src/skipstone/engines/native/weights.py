@@ -425,7 +425,7 @@ class TensorPath:
 
 
 def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
-    """The paths of a model's matrices by their types. An embedding that is not the head, too, is never quantised."""
+    """The paths of a model's matrices by their types. An untied embedding is never quantised."""
     found: dict[tuple[str, str], TensorPath] = {}
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     for one in model.parameters():
@@ -443,13 +443,13 @@ def tensor_paths(model: Any, quantize: str | None = None) -> list[TensorPath]:
 
 def quantised_bytes(model: Any, quantize: str | None) -> int:
     """Estimated bytes of a model's weights as "int8" or "int4": for every group of 32 the codes, and a scale (int4: also a
-    minimum) in float16. None: without quantisation. An embedding that is not the head, too, is left out."""
+    minimum) in float16. None: without quantisation. An untied embedding is left out."""
     head = model.get_output_embeddings().weight
     return sum(matrix_bytes(one, quantize and QUANTIZED_HEAD if one is head else quantize) for one in packed_weights(model))
 
 
 def embedding_bytes(model: Any) -> int:
-    """Bytes of an embedding in blocks that is not the head, too. Any other is the head, or stays in the mapped files."""
+    """Bytes of an untied embedding in blocks. Other embeddings need no memory of their own: tied or plain ones."""
     weight = model.get_input_embeddings().weight
     is_head = weight is model.get_output_embeddings().weight
     return 0 if is_head or blocks_of(weight) is None else matrix_bytes(weight, None)

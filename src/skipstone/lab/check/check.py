@@ -286,10 +286,10 @@ class Checker:
     def _reference_probes(self) -> list[tuple[str, Callable[[], None]]]:
         """Plain decoding and the layers. The former comes first, because all other texts are compared with its own."""
         if self.reference is not None:
-            whose = "those of the file's weights in float64"
+            expected = "those of the file's weights in float64"
             return [
-                (f"the tokens of plain decoding are {whose}", partial(self.score_plain, self.reference)),
-                (f"the layers, one by one, are {whose}", partial(self.compare_layers, self.reference)),
+                (f"the tokens of plain decoding are {expected}", partial(self.score_plain, self.reference)),
+                (f"the layers, one by one, are {expected}", partial(self.compare_layers, self.reference)),
             ]
         plain = "plain decoding" if self._quantize else "plain decoding is transformers' own"
         layers = ("the layers, one by one, are transformers' own", self.verify_layers)

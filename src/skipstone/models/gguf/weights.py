@@ -50,7 +50,7 @@ class StoredBlocks:
         try:
             return torch.from_numpy(gguf.quants.dequantize(self.rows(begin, end), kind)).float()
         except NotImplementedError as error:
-            raise GgufError(f"a GGUF file has a matrix in {self.kind}, which nobody unpacks: fetch another file") from error
+            raise GgufError(f"a matrix of a GGUF file in {self.kind} cannot be unpacked: fetch another quantisation") from error
 
     def unpacked(self) -> Tensor:
         """[outputs, inputs] float32."""
@@ -61,7 +61,7 @@ class GgufWeights:
     """The tensors of a GGUF file, with the attributes and methods of `WeightFiles`.
 
     names: transformers' name of a tensor -> its name in the file, and `StoredBlocks.heads`. A name that the file lacks is none
-    of this object's. The metadata are not kept.
+    of this object's. The file's metadata are not kept.
     """
 
     def __init__(self, file: GgufFile, names: Mapping[str, tuple[str, int]]) -> None:
