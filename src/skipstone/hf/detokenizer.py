@@ -132,7 +132,7 @@ def _cleans_up(tokenizer: Any) -> bool:
 
 
 class _ByteLevelDecoder:
-    """For byte-level tokenizers of the `tokenizers` library: one UNREADABLE stands for all bytes of an incomplete character.
+    """For byte-level tokenizers of the `tokenizers` library: UNREADABLE stands for an incomplete character.
 
     Like the other two it decodes before the clean-up. held: the result of `rest`, without ending the text."""
 
@@ -149,7 +149,7 @@ class _ByteLevelDecoder:
         return self._utf8.decode(b"", final=True)
 
     def held(self) -> str:
-        return UNREADABLE if self._utf8.getstate()[0] else ""
+        return self._utf8.getstate()[0].decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
         return self._known(token) or b""
