@@ -100,6 +100,20 @@ def test_a_stream_that_was_seen_ends_with_an_error_and_is_not_begun_again() -> N
     assert len(replicas.asked) == 1
 
 
+@pytest.mark.parametrize("answer", [[START, part("data: a\n\n"), part("", more=False)], [PLAIN, part("", more=False)]])
+def test_a_replica_that_is_lost_after_its_answer_changes_nothing(answer: list[Message]) -> None:
+    came = list[Message]()
+
+    async def send(message: Message) -> None:
+        came.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    asyncio.run(front(Replicas([*answer, ReplicaLost()]))(SCOPE, receive, send))
+    assert came == answer
+
+
 def test_an_answer_that_is_no_stream_is_not_passed_off_as_whole() -> None:
     async def send(message: Message) -> None:
         assert not message.get("body") or message["more_body"], "nothing says that the answer is whole"

@@ -66,23 +66,24 @@ class Gateway:
 
     async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
         """Pass on an answer. Its head is held back until a body follows, so that another replica may still answer instead.
-        RequestError before the client has seen anything."""
+        Losing a replica after its whole answer changes nothing. RequestError before the client has seen anything."""
         sent_scope = {name: scope[name] for name in SENT_SCOPE if name in scope}
         session = session_id(scope["headers"], body)
         for _ in range(MAX_ATTEMPTS):
-            held, has_begun, is_stream = list[Message](), False, False
+            held, has_begun, is_stream, is_complete = list[Message](), False, False, False
             try:
                 async with aclosing(self._call_replica(sent_scope, body, session)) as messages:
                     async for message in messages:
                         held.append(message)
                         is_stream |= any(b"text/event-stream" in value for _, value in message.get("headers", ()))
-                        has_begun |= bool(message.get("body"))
+                        is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+                        has_begun |= is_complete or bool(message.get("body"))
                         while has_begun and held:
                             await send(held.pop(0))
-                for message in held:
-                    await send(message)
                 return
             except ReplicaLost:
+                if is_complete:
+                    return
                 if has_begun:
                     await send(_cut_off(is_stream))
                     return
