@@ -100,12 +100,12 @@ def test_copies_of_fewer_bits_and_of_some_rows_are_those_of_the_weights(kind: st
 
 
 def test_codes_and_sizes_that_panels_do_not_have_are_refused() -> None:
-    blocks = random_blocks("Q8_0", 33, 64)
+    blocks, number = random_blocks("Q8_0", 33, 64), BLOCKS["Q8_0"]
     for engine in libraries():
         for output, place in ((0, 2), (32, 67)):
-            wrong, panels = blocks.copy(), np.empty(engine.sk_packed_bytes(3, 33, 64), dtype=np.uint8)
+            wrong, panels = blocks.copy(), np.empty(engine.sk_packed_bytes(number, 33, 64), dtype=np.uint8)
             wrong[output, place] = 128  # -128
             with pytest.raises(ValueError, match="finite"):
-                engine.sk_pack(3, 3, -1, wrong.ctypes.data, 0, 33, 64, panels.ctypes.data, 2)
+                engine.sk_pack(number, number, -1, wrong.ctypes.data, 0, 33, 64, panels.ctypes.data, 2)
         for kind in ("Q4_K", "Q5_K", "Q6_K"):
             assert engine.sk_packed_bytes(BLOCKS[kind], 16, 128) == -1

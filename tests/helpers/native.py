@@ -34,8 +34,8 @@ def text(length: int = LENGTH, seed: int = 5, vocab: int = 97) -> Tensor:
     return torch.randint(1, vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def native(model: Any, threads: int = 1, kv_dtype: str | None = None) -> ModelRunner:
-    runner = ModelRunner(model, "native", kv_dtype=kv_dtype)
+def native(model: Any, threads: int = 1, kv_dtype: str | None = None, compute_dtype: str | None = None) -> ModelRunner:
+    runner = ModelRunner(model, "native", kv_dtype=kv_dtype, compute_dtype=compute_dtype)
     runner.engine.threads = threads  # pyright: ignore[reportAttributeAccessIssue]
     return runner
 
@@ -46,14 +46,14 @@ def levels() -> list[str]:
     return [level for level in known if library.find(build.HERE, library.features(), level).library is not None]
 
 
-def of_level(model: Any, level: str) -> ModelRunner:
+def of_level(model: Any, level: str, compute_dtype: str | None = None) -> ModelRunner:
     """The model on an engine of its own, from the library of a level."""
     found, before = library.find(build.HERE, library.features(), level), library.load
     assert found.library is not None, found.missing
     runner = ModelRunner(model, "eager")
     try:
         library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
-        runner.engine = NativeEngine(model, DecoderModel(model))
+        runner.engine = NativeEngine(model, DecoderModel(model), compute_dtype=compute_dtype)
     finally:
         library.load = before
     runner.engine.threads, runner.dtype = 1, torch.float32

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from skipstone.engines.engine import ENGINES, QUANTIZED, Engine
+from skipstone.engines.engine import COMPUTE_DTYPES, ENGINES, QUANTIZED, Engine
 from skipstone.engines.model_lock import RECOGNITION_LOCK
 from skipstone.engines.native import packed_cache
 from skipstone.engines.native.engine import NativeEngine, why_not
@@ -37,18 +37,21 @@ class EngineOptions:
     """Settings of a model's engine; None leaves a setting open.
 
     engine: one of ENGINES. quantize: "none", "int8" or "int4", for the native engine's weights. kv_dtype: of stored
-    keys and values, "float32" or "bfloat16". keep_weights: False frees the model's own weights once the native engine has its
-    copy. ValueError for another value.
+    keys and values, "float32" or "bfloat16". compute_dtype: of the inputs of the native engine's products with bfloat16
+    weights, "float32" or "bfloat16". keep_weights: False frees the model's own weights once the native engine has its copy.
+    ValueError for another value.
     """
 
     engine: str | None = None
     quantize: str | None = None
     kv_dtype: str | None = None
+    compute_dtype: str | None = None
     keep_weights: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("engine", ENGINES), ("quantize", QUANTIZED), ("kv_dtype", KV_DTYPES)):
-            _expect_choice(name, getattr(self, name), choices)
+        choices = {"engine": ENGINES, "quantize": QUANTIZED, "kv_dtype": KV_DTYPES, "compute_dtype": COMPUTE_DTYPES}
+        for name, values in choices.items():
+            _expect_choice(name, getattr(self, name), values)
 
     def over(self, other: "EngineOptions") -> "EngineOptions":
         """These options; settings that they leave open are taken from `other`."""
@@ -57,6 +60,11 @@ class EngineOptions:
     @property
     def quantizes(self) -> bool:
         return self.quantize not in (None, "none")
+
+    @property
+    def computed(self) -> tuple[str | None, ...]:
+        """The options that decide about an engine. Quantised products have inputs of their own."""
+        return self.engine, self.quantize, None if self.quantizes else self.compute_dtype
 
 
 def _expect_choice(source: str, value: str | None, choices: Any) -> None:
@@ -67,15 +75,10 @@ def _expect_choice(source: str, value: str | None, choices: Any) -> None:
 _ATTACHED: WeakKeyDictionary[Any, EngineOptions] = WeakKeyDictionary()
 
 
-def attach(
-    model: Any,
-    engine: str | None = None,
-    quantize: str | None = None,
-    kv_dtype: str | None = None,
-    keep_weights: bool | None = None,
-) -> None:
-    """Remember options of a model's engine for as long as the model lives. None keeps an earlier setting."""
-    _ATTACHED[unwrapped(model)] = EngineOptions(engine, quantize, kv_dtype, keep_weights).over(attached(model))
+def attach(model: Any, engine: str | None = None, quantize: str | None = None, **others: Any) -> None:
+    """Remember options of a model's engine for as long as the model lives. None keeps an earlier setting. others: of
+    `EngineOptions`."""
+    _ATTACHED[unwrapped(model)] = EngineOptions(engine, quantize, **others).over(attached(model))
 
 
 def attached(model: Any) -> EngineOptions:
@@ -83,19 +86,20 @@ def attached(model: Any) -> EngineOptions:
     return _ATTACHED.get(unwrapped(model), EngineOptions())
 
 
-def options_for(model: Any, engine: str | None, quantize: str | None, kv_dtype: str | None) -> EngineOptions:
+def options_for(model: Any, *given: str | None) -> EngineOptions:
     """All options of a model's engine: those given, then those attached to the model, then the environment's, then "auto",
-    "none" and "float32". ValueError for an unknown name."""
+    "none" and "float32". given: engine, quantize, kv_dtype and compute_dtype. ValueError for an unknown name."""
     environment = os.environ.get(VARIABLE), os.environ.get(KV_VARIABLE)
-    return _complete_options((engine, quantize, kv_dtype), _ATTACHED.get(model), *environment)
+    return _complete_options(given, _ATTACHED.get(model), *environment)
 
 
 @cache
 def _complete_options(
-    given: tuple[str | None, str | None, str | None], own: EngineOptions | None, engine: str | None, kv_dtype: str | None
+    given: tuple[str | None, ...], own: EngineOptions | None, engine: str | None, kv_dtype: str | None
 ) -> EngineOptions:
     """`options_for`. own: the model's. engine, kv_dtype: the environment's."""
-    options = EngineOptions(*given).over(own or EngineOptions())
+    named = dict(zip(("engine", "quantize", "kv_dtype", "compute_dtype"), given, strict=True))
+    options = EngineOptions(**named).over(own or EngineOptions())
     engine, kv_dtype = engine or "auto", kv_dtype or "float32"
     if options.engine is None:
         _expect_choice(VARIABLE, engine, ENGINES)
@@ -108,7 +112,7 @@ class PreparedModel:
     """The description of a model and its engines, valid while `state` is the current one. ValueError for a model that skipstone
     does not compute as the model does itself.
 
-    engines: (engine, why "auto" could not take the native engine or None) by the options' engine and quantize. methods:
+    engines: (engine, why "auto" could not take the native engine or None) by `EngineOptions.computed`. methods:
     decoding methods that were read and checked for the model, by their callers' arguments.
     """
 
@@ -121,7 +125,7 @@ class PreparedModel:
             from skipstone.engines.agreement import ensure
 
             ensure(model, self.description)
-        self.engines: dict[tuple[str | None, str | None], tuple[Engine, str | None]] = {}
+        self.engines: dict[tuple[str | None, ...], tuple[Engine, str | None]] = {}
         self.methods: dict[Any, Any] = {}
         parts = list(model.modules())[1:]  # without the model itself, which would be kept alive
         self._hook_places = [vars(part) for part in parts] if any(map(hooks, parts)) or hooks(model) else []
@@ -139,19 +143,19 @@ class PreparedModel:
 
         ValueError if the native engine is requested, by its name or by `quantize`, and cannot run the model.
         """
-        key = options.engine, options.quantize
-        chosen = self.engines.get(key)
+        chosen = self.engines.get(key := options.computed)
         if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # native may be possible now
             chosen = self.engines[key] = self._make_engine(options, model, version)
         return chosen
 
     def _make_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
         if options.engine in ("eager", "compiled"):
-            if options.quantizes:
-                raise ValueError(
-                    f"quantize={options.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
-                    f"found engine={options.engine!r}"
-                )
+            for name, value in (("quantize", options.quantizes and options.quantize), ("compute_dtype", options.compute_dtype)):
+                if value:
+                    raise ValueError(
+                        f"{name}={value!r}, asked for now or when the model was loaded, needs the native engine, "
+                        f"found engine={options.engine!r}"
+                    )
             return _engine_of_modules(options.engine, model, self.description), None
         reason = why_not(model, self.description)
         if options.engine == "native":
@@ -160,7 +164,7 @@ class PreparedModel:
             quantize = options.quantize if options.quantizes else None
             with setup_work(f"{quantize} copy" if quantize else "packed weights"):
                 mapped = None if quantize is None else self.map_copy(quantize, model)
-                return mapped or self.make_native(model, quantize, options.keep_weights is not False), None
+                return mapped or self.make_native(model, quantize, options), None
         if reason is None:
             return self.choose_engine(EngineOptions("native").over(options), model, version)
         if options.quantizes:
@@ -168,10 +172,12 @@ class PreparedModel:
         return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
 
     def make_native(
-        self, model: Any, quantize: str | None, keep_weights: bool = True, pause: Callable[[], None] | None = None
+        self, model: Any, quantize: str | None, options: EngineOptions, pause: Callable[[], None] | None = None
     ) -> NativeEngine:
-        """A native engine that is not kept. pause: as in `NativeWeights`."""
-        return NativeEngine(model, self.description, quantize, keep_weights, threads=self._native_threads, pause=pause)
+        """A native engine that is not kept. options: its compute_dtype and keep_weights. pause: as in `NativeWeights`."""
+        keep_weights, compute_dtype = options.keep_weights is not False, None if quantize else options.compute_dtype
+        more: dict[str, Any] = {"threads": self._native_threads, "pause": pause}
+        return NativeEngine(model, self.description, quantize, keep_weights, compute_dtype=compute_dtype, **more)
 
     @property
     def _native_threads(self) -> int | None:
@@ -186,7 +192,7 @@ class PreparedModel:
 
     def add_copy(self, quantize: str, engine: NativeEngine) -> None:
         """Keep a native engine with quantised weights."""
-        self.engines["native", quantize] = engine, None
+        self.engines[EngineOptions("native", quantize).computed] = engine, None
 
     def map_copy(self, quantize: str, model: Any) -> NativeEngine | None:
         """A native engine with quantised weights from the disk's cache, which is not kept; None if it has none."""

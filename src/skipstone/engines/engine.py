@@ -13,6 +13,7 @@ from skipstone.models.passes import Pass, SkipSet
 ENGINES = ("auto", "eager", "native", "compiled")
 """Values of the option `engine`. "auto" is native if that engine can run the model, else eager."""
 QUANTIZED = ("none", "int8", "int4")
+COMPUTE_DTYPES = ("float32", "bfloat16")
 """Values of the option `quantize`; "none" keeps the weights as they are stored."""
 
 

@@ -35,7 +35,7 @@ UNREADABLE = (UnmappableError, SafetensorError, OSError, ValueError, LookupError
 """Errors of a checkpoint's folder that is not as expected. transformers loads it or says what is wrong."""
 
 
-def load_for_decoding(
+def load_for_decoding(  # noqa: PLR0913
     name: str | Path | None = None,
     *,
     dtype: torch.dtype | str = "auto",
@@ -43,6 +43,7 @@ def load_for_decoding(
     engine: str = "auto",
     quantize: str | None = None,
     kv_dtype: str | None = None,
+    compute_dtype: str | None = None,
     cache: bool = True,
     generation_config: Callable[[], Any] = lambda: None,
     **others: Any,
@@ -53,7 +54,7 @@ def load_for_decoding(
     transformers. Arguments and errors are those of `loading.load`. cache: quantised weights may be read
     from the disk's cache, and written there. generation_config: makes that argument.
     """
-    EngineOptions(engine, quantize, kv_dtype)  # validates
+    EngineOptions(engine, quantize, kv_dtype, compute_dtype)  # validates
     keep_weights = others.pop("keep_weights", False)  # of a model that transformers loads
     wants_native = (os.environ.get(VARIABLE) or "auto" if engine == "auto" else engine) in ("auto", "native")
     is_plain = torch.device(device).type == "cpu" and not any(others.values())
@@ -65,7 +66,8 @@ def load_for_decoding(
                 warnings.warn(f"{name} {error}: transformers unpacks it", RuntimeWarning, stacklevel=2)
         else:
             tokenizer = _tokenizer_of(place)
-            attach(model, None if engine == "auto" else engine, quantize, kv_dtype, keep_weights=False)
+            own = {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype, "keep_weights": False}
+            attach(model, None if engine == "auto" else engine, quantize, **own)
             model.caches_panels = cache
             expect_memory(model, quantize)
             num_weights = sum(one.numel() for one in packed_weights(model))
@@ -78,7 +80,8 @@ def load_for_decoding(
             return model, tokenizer
     from skipstone.engines import loading
 
-    arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, "kv_dtype": kv_dtype, **others}
+    arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, **others}
+    arguments |= {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype}
     return loading.load(name, keep_weights=keep_weights, generation_config=generation_config(), **arguments)
 
 

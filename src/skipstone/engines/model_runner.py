@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from skipstone.engines import greedy_tokens
-from skipstone.engines.choose_engine import KV_DTYPES, missing_room_for_copy, options_for, prepare_model
+from skipstone.engines.choose_engine import KV_DTYPES, EngineOptions, missing_room_for_copy, options_for, prepare_model
 from skipstone.engines.engine import ChainInputs, ChainOutputs
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_lock import alone_after_fork, lock_of
@@ -50,9 +50,11 @@ class ModelRunner(DecoderModel):
         engine: str | None = None,
         quantize: str | None = None,
         kv_dtype: str | None = None,
+        compute_dtype: str | None = None,
     ) -> None:
-        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype: "float32" or "bfloat16" (`EngineOptions`).
-        None: the setting of `load` or `enable` for this model, else the environment's, else "auto", "none" and "float32".
+        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype and compute_dtype: "float32" or "bfloat16"
+        (`EngineOptions`). None: the setting of `load` or `enable` for this model, else the environment's, else the default of
+        `load`.
 
         ValueError if "native" or quantised weights are requested and the native engine cannot run the model.
         OverwrittenCheckpointError as in `MappedModel.expect_unwritten_files`.
@@ -62,7 +64,7 @@ class ModelRunner(DecoderModel):
         refuse_state(model, inner)
         if isinstance(inner, MappedModel):
             inner.expect_unwritten_files()
-        self.engine_options = options_for(inner, engine, quantize, kv_dtype)
+        self.engine_options = options_for(inner, engine, quantize, kv_dtype, compute_dtype)
         self.kv_dtype = KV_DTYPES[self.engine_options.kv_dtype or "float32"]
         self.lock = lock_of(inner)
         self._pass_lock = self.lock.passes
@@ -123,7 +125,7 @@ class ModelRunner(DecoderModel):
 
     def make_copy(self, quantize: str, pause: Callable[[], None]) -> NativeEngine:
         """Make a copy of the weights in fewer bits on this thread, without the lock. pause: called between pieces."""
-        engine = self._prepared.make_native(self.model, quantize, pause=pause)
+        engine = self._prepared.make_native(self.model, quantize, EngineOptions(), pause)
         self._keep_copy(quantize, engine)
         return engine
 

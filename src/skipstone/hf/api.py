@@ -65,8 +65,8 @@ def generate(
     the first row, from which other rows derive theirs, or a list with one per row. record: keep figures of every token in
     `output.steps`. engine: "auto", "eager", "native" or "compiled" for this call; None for the value of `load` or `enable`,
     else the environment variable SKIPSTONE_ENGINE, else "auto". options: `GenerationConfig` fields and keyword arguments of
-    `model.generate` with the meaning in transformers; also quantize and kv_dtype as in `skipstone.load`, with the same defaults
-    as `engine` (environment variable SKIPSTONE_KV).
+    `model.generate` with the meaning in transformers; also quantize, kv_dtype and compute_dtype as in `skipstone.load`, with
+    the same defaults as `engine` (environment variable SKIPSTONE_KV).
 
     Returns an `Output`: sequences [B, T_total] int64, new_tokens per row, stats, and text if the inputs were text.
     ValueError, before any work, for anything unsupported. RowError, a ValueError, if some rows had no token to choose; its

@@ -30,19 +30,21 @@ def enable(
     engine: str | None = None,
     quantize: str | None = None,
     kv_dtype: str | None = None,
+    compute_dtype: str | None = None,
 ) -> PreTrainedModel:
     """Make `model.generate` decode with a method, streamers and stop strings included. A second call changes the method.
 
     method: as in `skipstone.generate`; ValueError if it does not fit the model. engine ("auto", "eager", "native" or
-    "compiled"), quantize ("none", "int8" or "int4") and kv_dtype ("float32" or "bfloat16"): as in `skipstone.load`. They stay
-    set for this model; None changes nothing. `model.generate` then also takes `seed`, and unsupported options are a ValueError.
+    "compiled"), quantize ("none", "int8" or "int4"), kv_dtype and compute_dtype ("float32" or "bfloat16"): as in
+    `skipstone.load`. They stay set for this model; None changes nothing. `model.generate` then also takes `seed`, and
+    unsupported options are a ValueError.
     Calls with `custom_generate` or `assistant_model` still go to transformers. Returns the model.
     """
     chosen = resolve_for(model, method)
-    runner = ModelRunner(model, engine, quantize, kv_dtype)
+    runner = ModelRunner(model, engine, quantize, kv_dtype, compute_dtype)
     with runner.lock:
         chosen.check(runner)
-        attach(model, engine, quantize, kv_dtype)
+        attach(model, engine, quantize, kv_dtype=kv_dtype, compute_dtype=compute_dtype)
     _warn_of_rounding(runner)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):

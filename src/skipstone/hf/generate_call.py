@@ -114,6 +114,10 @@ def resolve_for(model: Any, method: MethodLike, config: Any = None) -> Method:
     return resolve(method, getattr(config, OWN_FIELD, None) or default)
 
 
+ENGINE_FIELDS = ("quantize", "kv_dtype", "compute_dtype")
+"""Options of a call that choose how the model's engine computes it."""
+
+
 def prepare_call(
     model: Any, ids: Tensor | None, tokenizer: Any, seed: Seed, options: dict[str, Any], engine: str | None = None
 ) -> GenerateCall:
@@ -122,11 +126,11 @@ def prepare_call(
 
     Common options of a `MappedModel` are merged here. transformers merges all others.
 
-    engine, and quantize and kv_dtype among the options: as in `ModelRunner`.
+    engine, and ENGINE_FIELDS among the options: as in `ModelRunner`.
     """
     options = dict(options)
     unwrap(model)
-    runner = ModelRunner(model, engine, options.pop("quantize", None), options.pop("kv_dtype", None))
+    runner = ModelRunner(model, engine, *(options.pop(name, None) for name in ENGINE_FIELDS))
     own = runner.model
     stops = _take_stop_strings(options, own.generation_config, tokenizer)
     if isinstance(own, MappedModel) and (call := _with_common_options(runner, ids, seed, stops, options)) is not None:

@@ -37,10 +37,12 @@ class CpuLevel(NamedTuple):
 
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "abm", "movbe"})  # abm is the kernel's word for lzcnt
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+_FLAGS_V4 = ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512")
 LEVELS: dict[str, tuple[CpuLevel, ...]] = {  # by platform.machine(), the lowest level first
     "x86_64": (
         CpuLevel("x86-64-v3", ("-march=x86-64-v3",), _V3),
-        CpuLevel("x86-64-v4", ("-march=x86-64-v4", "-mavx512vnni", "-mprefer-vector-width=512"), _V4),
+        CpuLevel("x86-64-v4", _FLAGS_V4, _V4),
+        CpuLevel("x86-64-v4-bf16", (*_FLAGS_V4, "-mavx512bf16"), _V4 | {"avx512_bf16"}),
     ),
     "aarch64": (
         CpuLevel("aarch64-neon", ("-march=armv8-a",), frozenset({"asimd"})),

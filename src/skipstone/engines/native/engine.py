@@ -30,7 +30,7 @@ from skipstone.engines.native.structs import (
     declare,
 )
 from skipstone.engines.native.threads import cores, fastest, requested_number
-from skipstone.engines.native.weights import BLOCKS, TYPES, NativeWeights, tensor_paths, unsupported
+from skipstone.engines.native.weights import BLOCKS, ROUNDED, TYPES, NativeWeights, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
@@ -71,11 +71,13 @@ class NativeEngine(Engine):
         quantize: str | None = None,
         keep_weights: bool = True,
         *,
+        compute_dtype: str | None = None,
         threads: int | None = None,
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """threads: number of threads; measured if None. cached: the quantised panels. pause: as in `NativeWeights`.
+        """compute_dtype: "bfloat16" rounds the inputs of products with bfloat16 weights to bfloat16, and nothing else; None is
+        float32. threads: number of threads; measured if None. cached: the quantised panels. pause: as in `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
@@ -86,7 +88,10 @@ class NativeEngine(Engine):
         keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause)
+        rounds_inputs = compute_dtype == "bfloat16"
+        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause, rounds_inputs)
+        if rounds_inputs and ROUNDED not in self._weights.kinds:
+            raise ValueError(f"compute_dtype='bfloat16' needs bfloat16 weights, found {description.weight_dtype}")
         self._is_cached = cached is not None
         if not keep_weights:
             keep_version(model)
@@ -95,7 +100,8 @@ class NativeEngine(Engine):
         self._covered = list(model.modules())[1:]  # without the model itself, which an engine must not keep alive
         self._hooks = [hooks for part in self._covered for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in self._covered]
-        how = "computed in float32" if quantize is None else f"quantised to {quantize} in groups of 32, inputs to int8"
+        inputs = ", inputs of products rounded to bfloat16" if rounds_inputs else ""
+        how = f"computed in float32{inputs}" if quantize is None else f"quantised to {quantize} in groups of 32, inputs to int8"
         stored = [one.kind for one in tensor_paths(model) if one.kind in BLOCKS]
         if stored and quantize is None:
             how = f"({', '.join(stored)} as stored, inputs to int8) {how}"

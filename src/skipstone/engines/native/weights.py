@@ -29,9 +29,11 @@ from skipstone.models.weight_version import AttributeValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""
-QUANTIZED = {"int8": 3, "int4": 4}
+ROUNDED = 3
+"""The number of bfloat16 weights in the C ABI, if the inputs of their products are rounded to bfloat16, too."""
+QUANTIZED = {"int8": 4, "int4": 5}
 """Types of quantised weights and their numbers in the C ABI."""
-BLOCKS = {"Q8_0": 3, "Q4_1": 4, "Q4_0": 5, "Q5_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
+BLOCKS = {"Q8_0": 4, "Q4_1": 5, "Q4_0": 6, "Q5_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}
 """GGUF's types of blocks that are computed as they are stored, and their numbers in the C ABI."""
 STORED = BLOCKS | {name: TYPES[dtype] for name, dtype in DTYPES.items()}
 """All types of GGUF files that are computed as they are stored."""
@@ -162,6 +164,7 @@ class NativeWeights:
     `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
     files without bringing mapped pages into memory.
     pause: called between pieces of the work, which then takes this thread only.
+    rounds_inputs: whether inputs of products with bfloat16 weights are rounded to bfloat16.
     """
 
     def __init__(
@@ -173,8 +176,10 @@ class NativeWeights:
         keep_weights: bool = True,
         memory: "PanelMemory | CachedPanels | None" = None,
         pause: Callable[[], None] | None = None,
+        rounds_inputs: bool = False,
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
+        self._rounds_inputs = rounds_inputs
         self._threads = threads.requested_number() or threads.cores()
         self._pause = pause
         is_mapped = isinstance(model, MappedModel)
@@ -336,7 +341,13 @@ class NativeWeights:
         if quantize is not None:
             return QUANTIZED[quantize]
         blocks = blocks_of(weight)
-        return TYPES[self._widened or weight.dtype] if blocks is None else STORED.get(blocks.kind, TYPES[torch.float32])
+        kind = TYPES[self._widened or weight.dtype] if blocks is None else STORED.get(blocks.kind, TYPES[torch.float32])
+        return ROUNDED if self._rounds_inputs and kind == TYPES[torch.bfloat16] else kind
+
+    @property
+    def kinds(self) -> set[int]:
+        """The types of all matrices."""
+        return {panels.type for panels in self._referenced if isinstance(panels, Panels)}
 
     @property
     def memory(self) -> list[Tensor]:

@@ -38,7 +38,7 @@ class DraftModel(ModelRunner):
 
     def __init__(self, model: Any, vocabulary_size: int, options: EngineOptions | None = None) -> None:
         options = options or EngineOptions()
-        super().__init__(model, options.engine, options.quantize, options.kv_dtype)
+        super().__init__(model, options.engine, options.quantize, options.kv_dtype, options.compute_dtype)
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size

@@ -52,8 +52,8 @@ struct Scratch {
   std::vector<uint8_t> row_states;
   std::vector<float> survival;  // of a chain's rows, up to their newest drafts
   std::vector<float> distribution;  // of a chain's newest draft
-  std::vector<Floats> normed, scores;  // per thread
-  std::vector<Codes> codes;  // per thread: the quantised inputs of a product
+  std::vector<Floats> normed, scores;  // per thread; shared norms are the first thread's
+  std::vector<RowForms> forms;  // of a product's inputs, likewise
   std::vector<Entry> entries;
   std::vector<int64_t> lines;  // of the entries, as numbers of the store's rows and slots
   std::vector<WindowView> views;
@@ -62,7 +62,7 @@ struct Scratch {
   void trim() {
     for (Floats* one : {&x, &projected, &queries, &attended, &inner, &added, &logits, &probability, &transformed}) one->trim();
     for (auto* each : {&normed, &scores}) for (Floats& one : *each) one.trim();
-    for (Codes& one : codes) one.trim();
+    for (RowForms& one : forms) one.trim();
     best.trim();
     for (auto* one : {&positions, &picks, &lines}) one->shrink_to_fit();  // to the size of the latest call
     entries.shrink_to_fit();
@@ -131,15 +131,7 @@ inline void norm_rows(const float* x, int64_t x_stride, const float* weight, int
 
 inline float to_float32(const void* from, int64_t type, int64_t index) {
   if (type == FLOAT32) return static_cast<const float*>(from)[index];
-  return type == BFLOAT16 ? float_of(static_cast<const Bfloat16*>(from)[index]) : float_of(static_cast<const Float16*>(from)[index]);
-}
-
-// The nearest bfloat16; ties go to the even last bit.
-inline uint16_t to_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if (x != x) return 0x7fc0;
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  return has_bfloat16_pairs(type) ? float_of(static_cast<const Bfloat16*>(from)[index]) : float_of(static_cast<const Float16*>(from)[index]);
 }
 
 inline void embed_token(const Model& m, int64_t token, float* to) {
@@ -150,7 +142,7 @@ inline void embed_token(const Model& m, int64_t token, float* to) {
   } else if (m.embedding != nullptr) {
     for (int64_t k = 0; k < m.hidden; k++) to[k] = to_float32(m.embedding, m.embedding_type, token * m.hidden + k);
   } else {
-    const bool pairs = m.head.type == BFLOAT16;
+    const bool pairs = has_bfloat16_pairs(m.head.type);
     const int64_t size = (pairs ? (m.hidden + 1) / 2 * 2 : m.hidden) * LANES, start = token / LANES * size, lane = token % LANES;
     for (int64_t k = 0; k < m.hidden; k++)
       to[k] = to_float32(m.head.panels, m.head.type, start + (pairs ? (k / 2 * LANES + lane) * 2 + k % 2 : k * LANES + lane));
@@ -186,7 +178,7 @@ inline void rotate(float* head, const Rotary& table, int64_t position) {
   }
 }
 
-constexpr int64_t SHARED_NORMS = 64;  // from this number of entries on, threads divide the norms among them
+constexpr int64_t SHARED_ROWS = 64;  // from this number of entries on, threads divide norms and conversions of inputs among them
 
 // Runs layers over the entries in `scratch.x`, on all threads of the pool.
 struct Run {
@@ -204,31 +196,43 @@ struct Run {
   static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Run*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
-    float* normed = scratch.normed[thread].data();
     for (int64_t index = from; index < to; index++) {
       const Layer& layer = m.layers[index];
       const int64_t skipped = skip == nullptr ? 0 : skip[index];
-      if (!(skipped & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool, normed);
-      if (!(skipped & SKIP_MLP)) mlp(layer, index, thread, threads, pool, normed);
+      if (!(skipped & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool);
+      if (!(skipped & SKIP_MLP)) mlp(layer, index, thread, threads, pool);
     }
   }
 
-  // The norm of all entries. Every thread computes all of a few entries. Threads divide many entries, which costs a barrier.
-  float* norm_entries(const float* weight, int thread, int threads, Pool& pool, float* thread_buffer) {
+  // The norm of all entries as inputs of some matrices. Every thread prepares all of a few entries. Threads divide many entries, which
+  // costs a barrier.
+  Rows norm_entries(const float* weight, std::initializer_list<const Matrix*> matrices, int thread, int threads, Pool& pool) {
+    const bool shared = threads > 1 && n >= SHARED_ROWS;
     int64_t first = 0, last = n;
-    const bool shared = threads > 1 && n >= SHARED_NORMS;
     if (shared) share(n, thread, threads, first, last);
-    float* to = shared ? scratch.normed[0].data() : thread_buffer;
-    norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, to + first * x_stride, x_stride);
+    float* normed = scratch.normed[shared ? 0 : thread].data();
+    norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, normed + first * x_stride, x_stride);
+    Rows rows(normed, n, x_stride, m.hidden, scratch.forms[shared ? 0 : thread]);
+    rows.fill(matrices, first, last);
     if (shared) pool.barrier(thread == 0);
-    return to;
+    return rows;
   }
 
-  void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
+  // Rows that all threads have written, as inputs of a matrix, divided in the same way.
+  Rows inputs_of(const Matrix& matrix, const float* from, int64_t stride, int thread, int threads, Pool& pool) {
+    const bool shared = threads > 1 && n >= SHARED_ROWS && matrix.has_forms();
+    int64_t first = 0, last = n;
+    if (shared) share(n, thread, threads, first, last);
+    Rows rows(from, n, stride, matrix.inputs, scratch.forms[shared ? 0 : thread]);
+    rows.fill({&matrix}, first, last);
+    if (shared) pool.barrier(thread == 0);
+    return rows;
+  }
+
+  void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool) {
     int64_t first, last;
-    normed = norm_entries(layer.norm_before_attention, thread, threads, pool, normed);
-    const Matrix* parts[3] = {&layer.q, &layer.k, &layer.v};
-    Rows rows{normed, n, x_stride, scratch.codes[thread]};
+    const std::initializer_list<const Matrix*> parts = {&layer.q, &layer.k, &layer.v};
+    const Rows rows = norm_entries(layer.norm_before_attention, parts, thread, threads, pool);
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
     int64_t start = 0;  // number of panels of the earlier parts
     for (const Matrix* part : parts) {
@@ -314,12 +318,11 @@ struct Run {
     return (h * n + entry) * group + (rest - before * group) / each;
   }
 
-  void mlp(const Layer& layer, int64_t index, int thread, int threads, Pool& pool, float* normed) {
+  void mlp(const Layer& layer, int64_t index, int thread, int threads, Pool& pool) {
     int64_t first, last;
-    normed = norm_entries(layer.norm_before_mlp, thread, threads, pool, normed);
+    const Rows rows = norm_entries(layer.norm_before_mlp, {&layer.gate, &layer.up}, thread, threads, pool);
     share(layer.gate.count(), thread, threads, first, last);
     float* up = inner + n * inner_stride;
-    Rows rows{normed, n, x_stride, scratch.codes[thread]};
     matmul(layer.gate, rows, inner, inner_stride, first, last, inner_stride, layer.up.panel(first));
     matmul(layer.up, rows, up, inner_stride, first, last, inner_stride, first_weights(layer.down, thread, threads));
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.intermediate);
@@ -335,7 +338,7 @@ struct Run {
   void add_to_stream(const Layer& layer, const Matrix& matrix, const float* from_rows, int64_t stride, const float* norm, const char* next, int thread, int threads, Pool& pool) {
     int64_t first, last;
     share(matrix.count(), thread, threads, first, last);
-    Rows rows{from_rows, n, stride, scratch.codes[thread]};
+    const Rows rows = inputs_of(matrix, from_rows, stride, thread, threads, pool);
     matmul(matrix, rows, added, x_stride, first, last, x_stride, next);
     if (norm != nullptr) pool.barrier(thread == 0);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
@@ -353,7 +356,7 @@ struct Run {
   void write_head(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
     const int64_t at = ((entry.row * m.kv_heads + head) * store.slots + entry.slot) * padded;
     if (store.type == FLOAT32) std::memcpy(static_cast<float*>(buffer) + at, from_head, sizeof(float) * padded);
-    else for (int64_t i = 0; i < padded; i++) static_cast<uint16_t*>(buffer)[at + i] = to_bfloat16(from_head[i]);
+    else for (int64_t i = 0; i < padded; i += LANES) store_bf16(static_cast<uint16_t*>(buffer) + at + i, load(from_head + i));
   }
 };
 
@@ -466,13 +469,13 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   run.added = scratch.added.reserve(n * padded_hidden);
   scratch.queries.reserve(n * m.heads * padded);
   scratch.normed.resize(std::max<size_t>(scratch.normed.size(), threads));
-  scratch.codes.resize(std::max<size_t>(scratch.codes.size(), threads));
+  scratch.forms.resize(std::max<size_t>(scratch.forms.size(), threads));
   scratch.scores.resize(std::max<size_t>(scratch.scores.size(), threads));
-  const bool quantized = std::any_of(m.layers + from, m.layers + to, [](const Layer& layer) { return layer.quantized(); });
   for (int t = 0; t < threads; t++) {
-    scratch.normed[t].reserve(n * padded_hidden);
     scratch.scores[t].reserve(MAX_LINES * (max_visible + SPARE + padded));
-    if (quantized) scratch.codes[t].reserve(n, std::max({any.q.inputs, any.o.inputs, any.down.inputs}));
+    if (t > 0 && n >= SHARED_ROWS) continue;
+    scratch.normed[t].reserve(n * padded_hidden);
+    for (int64_t index = from; index < to; index++) for (const Matrix* one : m.layers[index].matrices()) scratch.forms[t].reserve(*one, n);
   }
   Pool::shared().run(threads, Run::job, &run);
 }
@@ -507,14 +510,16 @@ struct Head {
     int64_t first, last;
     if (transform != nullptr) {
       share(transform->count(), thread, threads, first, last);
-      Rows rows{normed, n, x_stride, scratch.codes[thread]};
+      Rows rows(normed, n, x_stride, head.inputs, scratch.forms[thread]);
+      rows.fill({transform}, 0, n);
       matmul(*transform, rows, transformed, x_stride, first, last, x_stride, first_weights(head, thread, threads));
       pool.barrier(thread == 0);
       normed = transformed;
     }
     const int64_t outputs = head.outputs;
     share(head.count(), thread, threads, first, last);
-    Rows rows{normed, n, x_stride, scratch.codes[thread]};
+    Rows rows(normed, n, x_stride, head.inputs, scratch.forms[thread]);
+    rows.fill({&head}, 0, n);
     matmul(head, rows, logits, outputs, first, last, outputs, m.depth > 0 ? first_weights(m.layers[0], thread, threads) : nullptr);
     const int64_t start = first * LANES, stop = std::min(last * LANES, outputs);
     for (int64_t r = 0; r < n; r++) {
@@ -576,14 +581,13 @@ struct Head {
 void run_head(const Model& m, const Shortlist* shortlist, const float* x, int64_t n, int64_t x_stride, bool norm, float* logits, int64_t* best, float* probability, const Matrix* transform, int threads, Scratch& scratch) {
   const Matrix& head = shortlist == nullptr ? m.head : shortlist->head;
   scratch.normed.resize(std::max<size_t>(scratch.normed.size(), threads));
-  scratch.codes.resize(std::max<size_t>(scratch.codes.size(), threads));
+  scratch.forms.resize(std::max<size_t>(scratch.forms.size(), threads));
   for (int t = 0; t < threads; t++) {
     scratch.normed[t].reserve(n * x_stride);
-    if (head.quantized()) scratch.codes[t].reserve(n, head.inputs);
+    scratch.forms[t].reserve(head, n);
+    if (transform != nullptr) scratch.forms[t].reserve(*transform, n);
   }
   scratch.best.reserve(threads * n);
-  if (transform != nullptr && transform->quantized())
-    for (int t = 0; t < threads; t++) scratch.codes[t].reserve(n, transform->inputs);
   float* transformed = transform == nullptr ? nullptr : scratch.transformed.reserve(n * x_stride);
   Head job{m, head, shortlist == nullptr ? nullptr : shortlist->ids, x, n, x_stride, norm, logits, best, probability, transform, transformed, scratch};
   Pool::shared().run(threads, Head::job, &job);
@@ -627,7 +631,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 7; }
+SK_EXPORT int64_t sk_abi() { return 8; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -641,7 +645,7 @@ SK_EXPORT int64_t sk_packed_bytes(int64_t type, int64_t outputs, int64_t inputs)
   const int64_t count = (outputs + LANES - 1) / LANES;
   switch (type) {
     case FLOAT32: return count * F32::panel(inputs) * 4;
-    case BFLOAT16: return count * BF16::panel(inputs) * 2;
+    case BFLOAT16: case ROUNDED: return count * BF16::panel(inputs) * 2;
     case FLOAT16: return count * F16::panel(inputs) * 2;
     default:
       if (type < INT8 || type >= TYPES) return -1;
@@ -685,7 +689,7 @@ static int64_t fill_from_blocks(int64_t type, int64_t file, const void* source, 
   });
 }
 
-// Packs weights into panels of their own type, or of float32. Blocks of GGUF (INT8: Q8_0, INT4: Q4_1) have panels of their own type only,
+// Packs weights into panels of their own type, of ROUNDED if they are BFLOAT16, or of float32. Blocks of GGUF (INT8: Q8_0, INT4: Q4_1) have panels of their own type only,
 // and no stride. BAD_WEIGHT if a code of INT8 is -128. source: the address of [outputs][inputs] of source_type,
 // rows `stride` elements apart; if `file` is a descriptor and not -1, their offset in that file. BAD_FILE if the file cannot be read or is
 // too short. Panels do not depend on one another, so calls may pack ranges of outputs that begin at multiples of 16. A call on one thread
@@ -693,6 +697,7 @@ static int64_t fill_from_blocks(int64_t type, int64_t file, const void* source, 
 SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
                           void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
+    if (type == ROUNDED) type = BFLOAT16;
     if (type < FLOAT32 || source_type < FLOAT32 || (type != source_type && (type != FLOAT32 || source_type > FLOAT16))) return BAD_ARGUMENT;
     if (type >= INT8)
       return fill_from_blocks(type, file, source, outputs, inputs, panels, threads, type, [&]<class T>(const uint8_t* from, int64_t stride, int64_t count, uint8_t* panel) {
@@ -718,7 +723,7 @@ SK_EXPORT int64_t sk_pack(int64_t type, int64_t source_type, int64_t file, const
 SK_EXPORT int64_t sk_quantize(int64_t type, int64_t source_type, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs,
                               void* panels, int64_t threads) {
   return guarded([&]() -> int64_t {
-    if (type < INT8 || type > INT4 || source_type < FLOAT32) return BAD_ARGUMENT;
+    if (type < INT8 || type > INT4 || source_type < FLOAT32 || source_type == ROUNDED) return BAD_ARGUMENT;
     if (source_type >= INT8)
       return fill_from_blocks(type, file, source, outputs, inputs, panels, threads, source_type, [&]<class T>(const uint8_t* from, int64_t stride, int64_t count, uint8_t* panel) {
         return type == INT8 ? requantize_panel<Int8, T>(from, stride, count, inputs, panel) : requantize_panel<Int4, T>(from, stride, count, inputs, panel);

@@ -67,23 +67,27 @@ class Buffer {
 
 // While it lives, floats are rounded to nearest and denormals are not flushed. So results depend neither on the caller's settings nor
 // on the thread. The destructor restores the caller's settings.
-class PlainFloats {
+template <unsigned X86, uint64_t ARM>
+class FloatSettings {
  public:
 #if defined(__x86_64__)
-  PlainFloats() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }  // the processor's default
-  ~PlainFloats() { _mm_setcsr(before_); }
+  FloatSettings() : before_(_mm_getcsr()) { _mm_setcsr(X86); }
+  ~FloatSettings() { _mm_setcsr(before_); }
 
  private:
   unsigned before_;
 #else
-  PlainFloats() {
+  FloatSettings() {
     asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
+    asm volatile("msr fpcr, %0" : : "r"(ARM));
   }
-  ~PlainFloats() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
+  ~FloatSettings() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
 
  private:
   uint64_t before_;
 #endif
 };
+using PlainFloats = FloatSettings<0x1f80, 0>;  // the processor's default
+// The same with denormal inputs and results as 0, as in bfloat16 products.
+using FlushedDenormals = FloatSettings<0x9fc0, 1 << 24>;
 }  // namespace sk

@@ -1,7 +1,7 @@
 // Structs of the C ABI and its error codes. structs.py declares the same fields in the same order.
 #pragma once
+#include <array>
 #include <cstdint>
-#include <initializer_list>
 
 #include "matmul.h"
 
@@ -27,10 +27,7 @@ struct Layer {
   float softcap;       // of the scores; 0 for none
   float residual;      // factor of sublayer outputs
   float padding;       // to a multiple of 8 bytes
-  bool quantized() const {
-    for (const Matrix* one : {&q, &k, &v, &o, &gate, &up, &down}) if (one->quantized()) return true;
-    return false;
-  }
+  std::array<const Matrix*, 7> matrices() const { return {&q, &k, &v, &o, &gate, &up, &down}; }
 };
 
 struct Model {

@@ -32,29 +32,20 @@ class Codes {
     int32_t centre_of_half;  // the same of the first 16
   };
 
-  void reserve(int64_t n, int64_t inputs) {
-    const int64_t needed = n * groups_of(inputs);
-    groups_.reserve(needed);
-    codes_.reserve(needed * GROUP);
-  }
-  void trim() {
-    groups_.trim();
-    codes_.trim();
-  }
-  // Quantises x: n rows of `inputs` floats, `stride` apart. Reserve first.
-  void fill(const float* x, int64_t n, int64_t stride, int64_t inputs) {
-    count_ = groups_of(inputs);
-    for (int64_t r = 0; r < n; r++)
+  Codes(int8_t* codes, Group* groups, int64_t inputs) : codes_(codes), groups_(groups), inputs_(inputs), count_(groups_of(inputs)) {}
+  // Quantises rows [first, last) of x, `stride` floats apart.
+  void fill(const float* x, int64_t first, int64_t last, int64_t stride) {
+    for (int64_t r = first; r < last; r++)
       for (int64_t g = 0; g < count_; g++) {
         const float* from = x + r * stride + g * GROUP;
-        const int64_t left = inputs - g * GROUP;
+        const int64_t left = inputs_ - g * GROUP;
         const V16 a = load_first(from, int(std::min<int64_t>(left, LANES)));
         const V16 b = left > LANES ? load_first(from + LANES, int(std::min<int64_t>(left - LANES, LANES))) : zero();
         const int32_t bits = top_of(a, b);
         float top;
         std::memcpy(&top, &bits, 4);
-        Group& group = groups_.data()[r * count_ + g];
-        int8_t* codes = codes_.data() + (r * count_ + g) * GROUP;
+        Group& group = groups_[r * count_ + g];
+        int8_t* codes = codes_ + (r * count_ + g) * GROUP;
         if (!(top >= MIN_TOP && std::isfinite(top))) {  // scale 0, or NaN if an input is not finite
           std::memset(codes, 0, GROUP);
           const float scale = std::isfinite(top) ? 0.0f : std::numeric_limits<float>::quiet_NaN();
@@ -71,13 +62,13 @@ class Codes {
       }
   }
   int64_t count() const { return count_; }  // groups per row
-  const int8_t* row(int64_t r) const { return codes_.data() + r * count_ * GROUP; }
-  const Group* groups(int64_t r) const { return groups_.data() + r * count_; }
+  const int8_t* row(int64_t r) const { return codes_ + r * count_ * GROUP; }
+  const Group* groups(int64_t r) const { return groups_ + r * count_; }
 
  private:
-  int64_t count_ = 0;
-  Buffer<int8_t> codes_;
-  Buffer<Group> groups_;
+  int8_t* codes_;
+  Group* groups_;
+  int64_t inputs_, count_;
 };
 
 // Elements from weights to the next ones; 0 if there are none.

@@ -45,6 +45,15 @@ SK_INLINE V16 load_f16(const uint16_t* w) { return {_mm512_cvtph_ps(_mm256_loadu
 SK_INLINE V16 load_bf16(const uint16_t* w) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)w)), 16))};
 }
+SK_INLINE V16 rounded_to_bf16(V16 a) {
+  const __m512i b = _mm512_castps_si512(a.v), odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i numbers = _mm512_and_si512(sum, _mm512_set1_epi32(int(0xffff0000u)));
+  return {_mm512_castsi512_ps(_mm512_mask_mov_epi32(numbers, _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000)))};
+}
+SK_INLINE void store_upper_halves(uint16_t* p, V16 a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16)));
+}
 SK_INLINE __m256 halves(V16 a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
 }  // namespace sk
 #elif defined(__AVX2__)
@@ -84,6 +93,17 @@ SK_INLINE V16 load_bf16(const uint16_t* w) {
   const __m256i a = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)w)), b = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(w + 8)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
 }
+SK_INLINE __m256 rounded_to_bf16(__m256 a) {
+  const __m256i b = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  const __m256i sum = _mm256_add_epi32(b, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256 numbers = _mm256_castsi256_ps(_mm256_and_si256(sum, _mm256_set1_epi32(int(0xffff0000u))));
+  return _mm256_blendv_ps(numbers, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+SK_INLINE V16 rounded_to_bf16(V16 x) { return {rounded_to_bf16(x.a), rounded_to_bf16(x.b)}; }
+SK_INLINE void store_upper_halves(uint16_t* p, V16 x) {
+  const __m256i a = _mm256_srli_epi32(_mm256_castps_si256(x.a), 16), b = _mm256_srli_epi32(_mm256_castps_si256(x.b), 16);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
+}
 SK_INLINE __m256 halves(V16 x) { return _mm256_add_ps(x.a, x.b); }
 }  // namespace sk
 #elif defined(__ARM_NEON)
@@ -117,6 +137,15 @@ SK_INLINE void load_bf16_pair(const uint16_t* w, V16& even, V16& odd) {
   }
 }
 SK_INLINE V16 load_bf16(const uint16_t* w) { SK_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(w + 4 * i), 16))); }
+SK_INLINE float32x4_t rounded_to_bf16(float32x4_t a) {
+  const uint32x4_t b = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
+  const uint32x4_t numbers = vandq_u32(vaddq_u32(b, vaddq_u32(odd, vdupq_n_u32(0x7fff))), vdupq_n_u32(0xffff0000u));
+  return vreinterpretq_f32_u32(vbslq_u32(vceqq_f32(a, a), numbers, vdupq_n_u32(0x7fc00000)));
+}
+SK_INLINE V16 rounded_to_bf16(V16 a) { SK_EACH(rounded_to_bf16(a.v[i])); }
+SK_INLINE void store_upper_halves(uint16_t* p, V16 a) {
+  for (int i = 0; i < 4; i++) vst1_u16(p + 4 * i, vshrn_n_u32(vreinterpretq_u32_f32(a.v[i]), 16));
+}
 SK_INLINE V16 load_f16(const uint16_t* w) { SK_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(w + 4 * i)))); }
 #undef SK_EACH
 }  // namespace sk
@@ -231,6 +260,8 @@ SK_INLINE void store_f16(uint16_t* to, V16 x) {
   for (int i = 0; i < 4; i++) vst1_u16(to + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(x.v[i])));
 }
 #endif
+// Stores the nearest bfloat16 numbers; ties go to the even last bit.
+SK_INLINE void store_bf16(uint16_t* p, V16 a) { store_upper_halves(p, rounded_to_bf16(a)); }
 // Units of 32 bits: the low halves to [0, 16), the high halves to [16, 32).
 SK_INLINE void split_pairs(const uint32_t* pairs, uint16_t* halves) {
   for (int i = 0; i < LANES; i++) { halves[i] = uint16_t(pairs[i]); halves[LANES + i] = uint16_t(pairs[i] >> 16); }
@@ -248,6 +279,11 @@ SK_INLINE void store_first(float* p, V16 a, int count) {
   if (count >= LANES) { store(p, a); return; }
   float x[LANES]; store(x, a);
   std::memcpy(p, x, sizeof(float) * count);
+}
+SK_INLINE void store_first_bf16(uint16_t* p, V16 a, int count) {
+  if (count >= LANES) { store_bf16(p, a); return; }
+  uint16_t x[LANES]; store_bf16(x, a);
+  std::memcpy(p, x, sizeof(uint16_t) * count);
 }
 // max(a, b) and min(a, b) give b if one of them is NaN, on every instruction set. So a NaN in b passes through.
 // e^x within 2 units in the last place for x <= 88; 0 below -87.3; NaN for NaN.
