@@ -99,4 +99,4 @@ def test_check_compares_the_blocks_with_float64(written: WrittenModel) -> None:
     small = ("--num-prompts", 2, "--max-new-tokens", 8, "--samples", 100)
     found = document("check", written.path, *LAYERSKIP, *small)
     assert found["passed"]
-    assert sum("the file's weights in float64" in one["name"] for one in found["findings"]) == 2
+    assert sum("the same weights in float64" in one["name"] for one in found["findings"]) == 2

@@ -38,8 +38,8 @@ class EngineOptions:
 
     engine: one of ENGINES. quantize: "none", "int8" or "int4", for the native engine's weights. kv_dtype: of stored
     keys and values, "float32" or "bfloat16". compute_dtype: of the inputs of the native engine's products with bfloat16
-    weights, "float32" or "bfloat16". keep_weights: False frees the model's own weights once the native engine has its copy.
-    ValueError for another value.
+    weights, "bfloat16", the default, or "float32". keep_weights: False frees the model's own weights once the native engine has
+    its copy. ValueError for another value.
     """
 
     engine: str | None = None

@@ -84,8 +84,8 @@ def load(  # noqa: PLR0913
     quantize: "int8" or "int4" quantises the native engine's copy of the weights; None or "none" does not.
     kv_dtype: of keys and values, "float32" or "bfloat16" (half the memory, rounded); None is the environment variable
     SKIPSTONE_KV, else float32.
-    compute_dtype: "bfloat16" rounds the inputs of matrix products with bfloat16 weights to bfloat16 in the native engine, and
-    nothing else, so that CPUs with such products read prompts faster; None and "float32" do not.
+    compute_dtype: of the inputs of the native engine's products with bfloat16 weights. "bfloat16", as None, rounds them and
+    nothing else; CPUs with such products read prompts faster then. "float32" rounds nothing.
     keep_weights: False if only skipstone decodes with the model. The native engine's copy of the matrices is then the only one.
     A read unpacks it, and a change in place is a RuntimeError. Other engines keep the weights.
     generation_config: replaces the model's own generation_config.json, which is not read then.

@@ -59,12 +59,12 @@ def _warn_once(message: str) -> None:
 
 
 def _warn_of_rounding(runner: ModelRunner) -> None:
-    """Warn, once a process, if the engine computes more precisely than `model.generate`."""
+    """Warn, once a process, if the engine rounds less than `model.generate`."""
     stored = runner.model.dtype
     if runner.dtype == torch.float32 and stored in (torch.bfloat16, torch.float16) and runner.engine.quantize is None:
         name = str(stored).removeprefix("torch.")
         _warn_once(
-            f"the {runner.engine.name} engine computes this {name} model in float32, and transformers rounds every result: "
+            f"the {runner.engine.name} engine keeps the results of this {name} model in float32, and transformers rounds them: "
             "greedy texts can differ if two tokens are almost equally likely; engine='eager' rounds like transformers"
         )
 

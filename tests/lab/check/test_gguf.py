@@ -75,4 +75,4 @@ def test_a_wrong_value_is_found(
 
 def test_inputs_are_rounded_as_documented() -> None:
     values = torch.from_numpy(quantized.inputs_of(5, 256))
-    assert torch.equal(reference.round_inputs(values), quantized.rounded(None, (values,)))
+    assert torch.equal(reference.round_to_codes(values), quantized.rounded(None, (values,)))

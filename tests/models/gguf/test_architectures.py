@@ -65,7 +65,7 @@ def test_its_logits_are_those_of_transformers(variant: str, kind: str, tmp_path:
 
 def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """[T, V]"""
-    runner = ModelRunner(model, "native")
+    runner = ModelRunner(model, "native", compute_dtype="float32")
     positions = torch.arange(ids.shape[1])[None]
     store = KVCache(1, runner.depth, ids.shape[1])
     store.reserve(ids.shape[1])

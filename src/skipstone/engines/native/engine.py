@@ -76,8 +76,9 @@ class NativeEngine(Engine):
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """compute_dtype: "bfloat16" rounds the inputs of products with bfloat16 weights to bfloat16, and nothing else; None is
-        float32. threads: number of threads; measured if None. cached: the quantised panels. pause: as in `NativeWeights`.
+        """compute_dtype: "bfloat16", as None, rounds the inputs of products with bfloat16 weights to bfloat16, and nothing
+        else. "float32" rounds nothing. threads: number of threads; measured if None. cached: the quantised panels. pause: as in
+        `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
@@ -88,9 +89,10 @@ class NativeEngine(Engine):
         keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        rounds_inputs = compute_dtype == "bfloat16"
-        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause, rounds_inputs)
-        if rounds_inputs and ROUNDED not in self._weights.kinds:
+        rounds = compute_dtype != "float32"
+        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause, rounds)
+        self.rounds_inputs = ROUNDED in self._weights.kinds
+        if compute_dtype == "bfloat16" and not self.rounds_inputs:
             raise ValueError(f"compute_dtype='bfloat16' needs bfloat16 weights, found {description.weight_dtype}")
         self._is_cached = cached is not None
         if not keep_weights:
@@ -100,7 +102,7 @@ class NativeEngine(Engine):
         self._covered = list(model.modules())[1:]  # without the model itself, which an engine must not keep alive
         self._hooks = [hooks for part in self._covered for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         self._attributes = [vars(part) for part in self._covered]
-        inputs = ", inputs of products rounded to bfloat16" if rounds_inputs else ""
+        inputs = ", inputs of products rounded to bfloat16" if self.rounds_inputs else ""
         how = f"computed in float32{inputs}" if quantize is None else f"quantised to {quantize} in groups of 32, inputs to int8"
         stored = [one.kind for one in tensor_paths(model) if one.kind in BLOCKS]
         if stored and quantize is None:

@@ -185,7 +185,7 @@ class TieDetector:
             return None
         pairs = enumerate(zip_longest(expected, found))
         position, (one, other) = next((place, pair) for place, pair in pairs if pair[0] != pair[1])
-        exact = has_own_weights(ModelRunner(self.model))  # the same bits in every pass, and no wider copy of the weights
+        exact = has_own_values(ModelRunner(self.model))  # the same bits in every pass, and no wider copy of the weights
         if one is None or other is None or exact:
             return ScoredDifference(number, position, one, other, texts=texts)
         prefix = torch.cat([prompt.cpu(), on_device(expected[:position], CPU, prompt.dtype)])[None]  # [1, T + position]
@@ -213,9 +213,10 @@ def _largest_difference(scores: Tensor, precise: Tensor, tokens: Tensor) -> floa
     return max(differences[differences.isfinite()].tolist(), default=0.0)
 
 
-def has_own_weights(runner: ModelRunner) -> bool:
-    """Whether no module of transformers has the weights of the engine: they are quantised, or those of a GGUF file."""
-    return bool(runner.engine.quantize) or isinstance(runner.model, MappedModel)
+def has_own_values(runner: ModelRunner) -> bool:
+    """Whether transformers' modules do not compute what the engine does: its weights are quantised or those of a GGUF file, or
+    it computes in a finer dtype."""
+    return bool(runner.engine.quantize) or runner.dtype != runner.model.dtype or isinstance(runner.model, MappedModel)
 
 
 class Checker:
@@ -234,8 +235,9 @@ class Checker:
         self.finding = ProbeResult("")  # of the current probe
         self.greedy_options: dict[str, Any] = {"max_new_tokens": scale.max_new_tokens, "do_sample": False}
         runner, longest = ModelRunner(model), max(map(len, self.prompts))
-        self._quantize, self._has_own_weights = runner.engine.quantize, has_own_weights(runner)
-        self.reference = Reference(model) if isinstance(model, MappedModel) and not self._quantize else None
+        self._quantize, self._has_own_values = runner.engine.quantize, has_own_values(runner)
+        needs_reference = self._has_own_values and not self._quantize
+        self.reference = Reference(model, runner.engine.rounds_inputs) if needs_reference else None
         method.check(runner)
         distribution_tests.ready()
         new = max(scale.max_new_tokens, SAMPLED_TOKENS, AUDITED_TOKENS * (BATCH + 1))
@@ -264,7 +266,8 @@ class Checker:
     @property
     def _exact(self) -> bool:
         """Whether rounding is too small to change a draw."""
-        return self.model.dtype in (torch.float32, torch.float64) and not self.detector.quantised
+        is_precise = self._has_own_values or self.model.dtype in (torch.float32, torch.float64)
+        return is_precise and not self.detector.quantised
 
     def _probes(self) -> list[tuple[str, Callable[[], None]]]:
         laws = [("the law of sampled texts, " + ", ".join(f"{k} {v:g}" for k, v in law.items()), law) for law in LAWS]
@@ -286,14 +289,15 @@ class Checker:
     def _reference_probes(self) -> list[tuple[str, Callable[[], None]]]:
         """Plain decoding and the layers. The former comes first, because all other texts are compared with its own."""
         if self.reference is not None:
-            expected = "those of the file's weights in float64"
-            return [
+            expected = "those of the same weights in float64"
+            probes: list[tuple[str, Callable[[], None]]] = [
                 (f"the tokens of plain decoding are {expected}", partial(self.score_plain, self.reference)),
                 (f"the layers, one by one, are {expected}", partial(self.compare_layers, self.reference)),
             ]
-        plain = "plain decoding" if self._quantize else "plain decoding is transformers' own"
+        else:
+            probes = [("plain decoding" if self._quantize else "plain decoding is transformers' own", self.decode_plainly)]
         layers = ("the layers, one by one, are transformers' own", self.verify_layers)
-        return [(plain, self.decode_plainly), *([] if isinstance(self.model, MappedModel) else [layers])]
+        return probes + ([] if isinstance(self.model, MappedModel) else [layers])
 
     # --------------------------------------------------------------------------------------------- bit for bit
 
@@ -361,21 +365,17 @@ class Checker:
     def decode_plainly(self) -> None:
         """Plain decoding, the reference of all other probes, against `model.generate`.
 
-        If the engine computes in a finer dtype than that of the weights, transformers runs in that dtype on a copy. It does not
-        have the native engine's quantised weights, so their plain decoding is compared with nothing.
+        transformers does not have the native engine's quantised weights, so their plain decoding is compared with nothing.
         """
         self.plain = [self._greedy("autoregressive", prompt) for prompt in self.prompts]
         if self._quantize:
             self.finding.note = f"the reference for all else: no other engine has the weights quantised to {self._quantize}"
             return
         model: Any = self.model
-        kind, dtype = type(model), ModelRunner(model).dtype
-        if dtype != model.dtype:
-            model = copy.deepcopy(model).to(dtype)
         for number, prompt in enumerate(self.prompts):
             ids = prompt[None].to(model.device)
             with _exclusive(model):
-                whole = kind.generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0]
+                whole = type(model).generate(model, ids, attention_mask=torch.ones_like(ids), **self.greedy_options)[0]
             self._compare(number, prompt, whole[len(prompt) :].tolist(), self.plain[number])
 
     def greedy(self) -> None:
@@ -437,7 +437,7 @@ class Checker:
     def _token_sample(self, prompt: Tensor, texts: list[list[int]], settings: Mapping[str, Any]) -> TokenSample:
         """All tokens of the texts with their laws, by transformers' forward and warpers.
 
-        If the engine has weights of its own, its forward is taken.
+        If transformers' forward computes something else than the engine, the engine's is taken.
         """
         warpers = LogitsProcessorList([TemperatureLogitsWarper(settings["temperature"])])
         if "top_p" in settings:
@@ -447,7 +447,7 @@ class Checker:
         for start in range(0, len(texts), SCORED_TEXTS):
             new = on_device(texts[start : start + SCORED_TEXTS], CPU)
             ids = torch.cat([prompt.expand(len(new), -1), new], 1).to(self.model.device)
-            if self._has_own_weights:
+            if self._has_own_values:
                 logits = runner.project(runner.read(ids)[:, len(prompt) - 1 : -1])
             else:
                 with stable_defaults():

@@ -1,11 +1,13 @@
-"""What the native engine should compute for a GGUF file: transformers' modules in float64 with the values of the file.
+"""What the native engine should compute if it rounds inputs of products: transformers' modules in float64, which do the same.
 
-The engine rounds the inputs of products with blocks to 8 bits, and so does the reference. A difference in the last place of
-float32 moves an input to the next 8-bit number now and then, and the following layers multiply that. So whole texts are
-compared up to the difference between the references in float32 and in float64. Single layers, which get the engine's own
-inputs, are equal for most tokens up to float32's rounding.
+Inputs of products with GGUF's blocks are rounded to 8 bits, those of products with bfloat16 weights to bfloat16. A difference
+in the last place of float32 moves an input to the next rounded number now and then, and the following layers multiply that. So
+whole texts are compared up to the difference between the references in float32 and in float64. Single layers, which get the
+engine's own inputs, are equal for most tokens up to float32's rounding.
 """
 
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,8 +21,10 @@ from skipstone.models import torch_defaults
 from skipstone.models.gguf.weights import blocks_of
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.unpacked_gguf import unpacked_model
+from skipstone.models.weight_files import DTYPES
 from skipstone.utils.limits import available_memory_bytes
 
+Rounding = Callable[[Tensor], Tensor]
 GROUP = 32  # inputs that share a scale
 LEVELS = 127  # largest number of 8 bits
 ROWS, ROW_TOKENS = 32, 8  # of the text for single layers: a moved input changes all later tokens of its row
@@ -47,10 +51,11 @@ class LayerDifference:
 
 
 class Reference:
-    """The reference of a mapped GGUF file. ValueError if memory is too small for it."""
+    """The reference of a native engine's model, a mapped GGUF file's or one of transformers. rounds_inputs: as in `Engine`.
+    ValueError if memory is too small for it."""
 
-    def __init__(self, model: MappedModel) -> None:
-        self._model = model
+    def __init__(self, model: Any, rounds_inputs: bool) -> None:
+        self._model, self._rounds_inputs = model, rounds_inputs
         needed = sum(one.numel() for one in model.parameters()) * (torch.float64.itemsize + torch.float32.itemsize)
         if (available := available_memory_bytes()) < needed:
             sizes = f"needs {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
@@ -67,14 +72,25 @@ class Reference:
         return self._made(torch.float32)
 
     def _made(self, dtype: torch.dtype) -> Any:
-        with torch_defaults.loading():
-            made = unpacked_model(self._model, dtype, attn_implementation="eager").eval()
+        if isinstance(self._model, MappedModel):
+            with torch_defaults.loading():
+                made: Any = unpacked_model(self._model, dtype, attn_implementation="eager").eval()
+        else:
+            made = copy.deepcopy(self._model).to(dtype)
         for name, module in made.named_modules():
-            if isinstance(module, nn.Linear):
-                blocks = blocks_of(self._model.get_submodule(name).weight)
-                if blocks is not None and blocks.kind in BLOCKS:
-                    module.register_forward_pre_hook(lambda _, given: round_inputs(given[0]))
+            rounding = self._rounding_of(self._model.get_submodule(name)) if isinstance(module, nn.Linear) else None
+            if rounding is not None:
+                module.register_forward_pre_hook(partial(_round_input, rounding))
         return made
+
+    def _rounding_of(self, linear: Any) -> Rounding | None:
+        """How inputs of a linear module are rounded; None if they are not."""
+        weight: Tensor = linear.weight
+        blocks = blocks_of(weight)
+        if blocks is not None and blocks.kind in BLOCKS:
+            return round_to_codes
+        stored = weight.dtype if blocks is None else DTYPES.get(blocks.kind)
+        return round_to_bfloat16 if self._rounds_inputs and stored == torch.bfloat16 else None
 
     @torch.inference_mode()
     def layers(self, runner: ModelRunner, text: Tensor) -> list[LayerDifference]:
@@ -118,7 +134,16 @@ class Reference:
         return model(ids, logits_to_keep=len(text)).logits[0].double()
 
 
-def round_inputs(values: Tensor) -> Tensor:
+def _round_input(rounding: Rounding, _: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
+    return rounding(given[0])
+
+
+def round_to_bfloat16(values: Tensor) -> Tensor:
+    """The nearest bfloat16 numbers in the dtype of the values."""
+    return values.bfloat16().to(values.dtype)
+
+
+def round_to_codes(values: Tensor) -> Tensor:
     """Round [..., d] to 8 bits by groups of 32."""
     groups = values.unflatten(-1, (-1, GROUP))
     step = (groups.abs().amax(-1, keepdim=True) / LEVELS).clamp(min=1e-30)
