@@ -72,7 +72,9 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 
 
 ENGINE = "--dtype --device --engine --quantize"
-GENERATION = f"{ENGINE} --kv-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
+GENERATION = (
+    f"{ENGINE} --kv-dtype --compute-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
+)
 METHOD = "--method --speculative-config"
 FLAGS = {
     "generate": f"""model --prompt --prompt-file --prompt-tokens --chat {METHOD} --max-new-tokens --temperature --top-k --top-p

@@ -52,7 +52,7 @@ CONFIG = "config.json"  # every folder and repository of a model has it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINES = ("auto", "eager", "native", "compiled")  # as in skipstone.engines, which would import torch
 QUANTIZED = ("none", "int8", "int4")  # likewise
-KV_DTYPES = ("float32", "bfloat16")  # likewise
+KV_DTYPES = COMPUTE_DTYPES = ("float32", "bfloat16")  # likewise
 NO_CONFIG = ("none", "vllm")  # the second is vLLM's name for it
 
 
@@ -155,6 +155,11 @@ class GenerationModelOptions(ModelOptions):
     """A model that answers users: its generation config can be changed."""
 
     kv_dtype: str | None = option(None, "of keys and values. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES)
+    compute_dtype: str | None = option(
+        None,
+        "of the inputs of products with bfloat16 weights, on the native engine. Default: bfloat16.",
+        choices=COMPUTE_DTYPES,
+    )
     trust_remote_code: bool = option(False, "Run the checkpoint's own code.", "--trust-remote-code")
     no_cache: bool = option(False, "Keep no quantised weights on the disk, and read none.", "--no-cache")
     generation_config: Any = option(
@@ -181,7 +186,8 @@ class GenerationModelOptions(ModelOptions):
 
             return generation_defaults(self.model, replacement, overrides)
 
-        arguments |= {"kv_dtype": self.kv_dtype, "trust_remote_code": self.trust_remote_code}
+        arguments |= {"kv_dtype": self.kv_dtype, "compute_dtype": self.compute_dtype}
+        arguments["trust_remote_code"] = self.trust_remote_code
         arguments |= {"generation_config": generation_config, "cache": not self.no_cache}
         loaded, tokenizer = load_for_decoding(self.model, **self._arguments(**arguments))
         if replacement is not None or overrides:
