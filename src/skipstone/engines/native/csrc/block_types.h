@@ -16,7 +16,6 @@ enum Type : int32_t {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, ROUNDED = 3, INT8 = 4, INT4 = 5, Q4_0 = 6, Q5_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, TYPES = 11
 };
 inline bool has_bfloat16_pairs(int64_t type) { return type == BFLOAT16 || type == ROUNDED; }
-constexpr int GROUP = 32;  // inputs with one scale, of weights and of a product's rows
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 

@@ -7,6 +7,7 @@
 
 namespace sk {
 constexpr int BLOCK = 64;      // bytes: four inputs of 16 outputs
+constexpr int GROUP = 32;      // inputs with one scale, of weights and of a product's rows
 
 // Whole: 16 integers of 32 bits. Bytes: four unsigned codes of 16 outputs. Four: four signed inputs, repeated for every output.
 #if defined(__AVX512F__)
@@ -61,29 +62,39 @@ SK_INLINE Sums round_to_bytes(V16 a, V16 b, int8_t* to) {
 struct Whole { __m256i a, b; };
 struct Bytes { __m256i a, b; };
 struct Four { __m256i x, size; };
+constexpr int INPUT_BYTES = 2 * GROUP;  // of a group of inputs, rounded to 8 bits: the inputs, then their sizes
 SK_INLINE Whole whole(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 SK_INLINE V16 floats(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 SK_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
 SK_INLINE __m256i low8(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 SK_INLINE Bytes low_codes(Bytes x) { return {low8(x.a), low8(x.b)}; }
 SK_INLINE Bytes high_codes(Bytes x) { return {low8(_mm256_srli_epi16(x.a, 4)), low8(_mm256_srli_epi16(x.b, 4))}; }
-SK_INLINE Four four(const int8_t* p) {
-  int32_t bits;
-  std::memcpy(&bits, p, 4);
-  const __m256i x = _mm256_set1_epi32(bits);
-  return {x, _mm256_abs_epi8(x)};
-}
+SK_INLINE __m256i four8(const int8_t* p) { int32_t bits; std::memcpy(&bits, p, 4); return _mm256_set1_epi32(bits); }
+SK_INLINE Four four(const int8_t* p) { return {four8(p), four8(p + GROUP)}; }
 SK_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-// Codes are at most 63, so two products stay below 2^15, at which maddubs saturates.
-SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
-  return {add_pairs(sum.a, _mm256_maddubs_epi16(w.a, x.x)), add_pairs(sum.b, _mm256_maddubs_epi16(w.b, x.x))};
-}
-// |x| times (byte - 128) with the sign of x. Both factors are at most 127, so two products stay below 2^15.
-SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
-  const __m256i half = _mm256_set1_epi8(-128);
-  return {add_pairs(sum.a, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))),
-          add_pairs(sum.b, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x)))};
-}
+// Without this, GCC delays the sums of a group until its products do not fit into the registers.
+SK_INLINE __m256i sum_now(__m256i sum) { asm volatile("" : "+x"(sum)); return sum; }
+// Sums of products of codes of BITS bits. Eight bits: |x| times (byte - 128) with the sign of x, at most 127 x 127 x 2 by pairs. Fewer bits:
+// sums of 16 bits hold the products of STEPS steps, at most 15 x 127 x 16, 31 x 127 x 8 or 63 x 127 x 4. All are below 2^15.
+template <int BITS>
+struct GroupSum {
+  static constexpr int STEPS = 128 >> BITS;
+  Whole sum;
+  Bytes products;
+
+  SK_INLINE void add(int step, Bytes w, Four x) {
+    if constexpr (BITS == 8) {
+      const __m256i half = _mm256_set1_epi8(-128);
+      sum.a = sum_now(add_pairs(sum.a, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))));
+      sum.b = sum_now(add_pairs(sum.b, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x))));
+    } else {
+      const Bytes now = {_mm256_maddubs_epi16(w.a, x.x), _mm256_maddubs_epi16(w.b, x.x)};
+      if (step % STEPS == 0) products = now;
+      else products = {sum_now(_mm256_add_epi16(products.a, now.a)), sum_now(_mm256_add_epi16(products.b, now.b))};
+      if (step % STEPS == STEPS - 1) sum = {add_pairs(sum.a, products.a), add_pairs(sum.b, products.b)};
+    }
+  }
+};
 SK_INLINE Whole centred(int32_t) { return whole(0); }
 SK_INLINE Whole load_whole(const void* p) { const Bytes x = load_bytes(static_cast<const uint8_t*>(p)); return {x.a, x.b}; }
 SK_INLINE Whole load_signed_bytes(const void* p) {
@@ -134,7 +145,9 @@ SK_INLINE int32_t sum8(__m256i x) {
 SK_INLINE Sums round_to_bytes(V16 a, V16 b, int8_t* to) {
   const __m256i x = _mm256_cvtps_epi32(a.a), y = _mm256_cvtps_epi32(a.b), z = _mm256_cvtps_epi32(b.a), w = _mm256_cvtps_epi32(b.b);
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(x, y), _mm256_packs_epi32(z, w));  // fours in the order 0 2 4 6 1 3 5 7
-  _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256((__m256i*)to, ordered);
+  _mm256_storeu_si256((__m256i*)(to + GROUP), _mm256_abs_epi8(ordered));
   return {sum8(_mm256_add_epi32(x, y)), sum8(_mm256_add_epi32(z, w))};
 }
 #else
@@ -199,6 +212,16 @@ SK_INLINE int32_t round16(const V16& from, int8_t* to) {
   return vaddvq_s32(all);
 }
 SK_INLINE Sums round_to_bytes(V16 a, V16 b, int8_t* to) { return {round16(a, to), round16(b, to + LANES)}; }
+#endif
+
+#if defined(__AVX512F__) || !defined(__AVX2__)
+constexpr int INPUT_BYTES = GROUP;  // of a group of inputs, rounded to 8 bits
+// Sums of products of codes of BITS bits.
+template <int BITS>
+struct GroupSum {
+  Whole sum;
+  SK_INLINE void add(int, Bytes w, Four x) { sum = BITS == 8 ? dot_centred(sum, w, x) : dot(sum, w, x); }
+};
 #endif
 
 #if defined(__AVX2__)

@@ -69,7 +69,7 @@ struct RowForms {
   void reserve(const Matrix& m, int64_t n) {
     if (m.quantized()) {
       groups.reserve(n * groups_of(m.inputs));
-      codes.reserve(n * groups_of(m.inputs) * GROUP);
+      codes.reserve(n * groups_of(m.inputs) * INPUT_BYTES);
     }
     if (m.type == ROUNDED) rounded.reserve(n * RoundedRows::padded(m.inputs));
   }

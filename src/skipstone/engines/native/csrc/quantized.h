@@ -45,9 +45,9 @@ class Codes {
         float top;
         std::memcpy(&top, &bits, 4);
         Group& group = groups_[r * count_ + g];
-        int8_t* codes = codes_ + (r * count_ + g) * GROUP;
+        int8_t* codes = codes_ + (r * count_ + g) * INPUT_BYTES;
         if (!(top >= MIN_TOP && std::isfinite(top))) {  // scale 0, or NaN if an input is not finite
-          std::memset(codes, 0, GROUP);
+          std::memset(codes, 0, INPUT_BYTES);
           const float scale = std::isfinite(top) ? 0.0f : std::numeric_limits<float>::quiet_NaN();
           group = {scale, scale, 0, 0};
           continue;
@@ -62,7 +62,7 @@ class Codes {
       }
   }
   int64_t count() const { return count_; }  // groups per row
-  const int8_t* row(int64_t r) const { return codes_ + r * count_ * GROUP; }
+  const int8_t* row(int64_t r) const { return codes_ + r * count_ * INPUT_BYTES; }
   const Group* groups(int64_t r) const { return groups_ + r * count_; }
 
  private:
@@ -99,10 +99,10 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
   for (int64_t g = 0; g < count; g++) {
     const uint8_t* at = w + start + g * T::BLOCKS * BLOCK;
     SK_UNROLL for (int part = 0; part < T::PARTS; part++) {
-      Whole sum[R][C];
+      GroupSum<T::BLOCKS == 8 ? 8 : 4 + T::HIGH> sum[R][C];
       SK_UNROLL for (int r = 0; r < R; r++) {
         const Whole first = first_sum<T>(groups[r * count + g], part);
-        SK_UNROLL for (int c = 0; c < C; c++) sum[r][c] = first;
+        SK_UNROLL for (int c = 0; c < C; c++) sum[r][c].sum = first;
       }
       [[maybe_unused]] Bytes higher[C];
       if constexpr (T::HIGH > 0)
@@ -126,9 +126,8 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
             if constexpr (T::HIGH > 0) four_codes[c] = higher_bits<T>(four_codes[c], higher[c], step);
           }
           SK_UNROLL for (int r = 0; r < R; r++) {
-            const Four in = four(inputs + (r * count + g) * GROUP + step * 4);
-            SK_UNROLL for (int c = 0; c < C; c++)
-              sum[r][c] = T::CENTRE == 128 ? dot_centred(sum[r][c], four_codes[c], in) : dot(sum[r][c], four_codes[c], in);
+            const Four in = four(inputs + (r * count + g) * INPUT_BYTES + step * 4);
+            SK_UNROLL for (int c = 0; c < C; c++) sum[r][c].add(step, four_codes[c], in);
           }
         }
       }
@@ -136,7 +135,7 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
         const uint8_t* unit = unit_of<T>(w + c * size, g);
         __builtin_prefetch(unit + g % T::UNIT * unit_bytes<T>() / T::UNIT + ahead, 0, 2);
         const V16 scale = T::scale(unit, g, part);
-        SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c]), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
+        SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(floats(sum[r][c].sum), mul(scale, set1(groups[r * count + g].scale)), total[r][c]);
         if constexpr (T::MINIMUM) {
           const V16 minimum = T::minimum(unit, g);
           SK_UNROLL for (int r = 0; r < R; r++) total[r][c] = fma(minimum, set1(groups[r * count + g].shift), total[r][c]);
@@ -156,6 +155,9 @@ template <class T> constexpr int coded_columns(int rows) {
   if (T::HIGH > 0) return rows == 1 ? 4 : rows <= 3 ? 3 : 2;
   return rows == 1 ? 6 : rows <= 3 ? 4 : rows == 4 ? 3 : T::BLOCKS == 8 ? 1 : 2;
 }
+#elif defined(__AVX2__)
+constexpr int MAX_CODED_ROWS = 4;  // 4 x 1 sums of two registers each, codes, an input and its size fit into 16
+template <class T> constexpr int coded_columns(int rows) { return rows == 2 || (rows == 1 && T::HIGH == 0) ? 2 : 1; }
 #else
 constexpr int MAX_CODED_ROWS = 2;
 template <class T> constexpr int coded_columns(int) { return 1; }
