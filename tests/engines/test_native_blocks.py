@@ -54,6 +54,17 @@ def test_weights_and_products_are_those_of_the_file(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_sums_of_the_largest_codes_and_inputs_do_not_overflow(kind: str) -> None:
+    blocks, signs = random_blocks(kind, 16, 512), np.where(np.arange(512) % 2, np.float32(1), np.float32(-1))
+    block_size = blocks.size * (256 if kind.endswith("K") else GROUP) // (16 * 512)
+    places = {"Q4_1": slice(4, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None), "Q6_K": slice(0, 192)}  # of the codes
+    blocks.reshape(-1, block_size)[:, places.get(kind, slice(2, None))] = 127 if kind == "Q8_0" else 255
+    x = np.stack([np.abs(signs), -np.abs(signs), signs])
+    for engine in libraries():
+        assert_near(PackedBlocks(engine, kind, blocks, 512).multiplied(x), product(x, weights_of(kind, blocks)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_have_the_same_bits_on_every_level_beside_any_rows(kind: str) -> None:
     blocks, x = random_blocks(kind, 210, 512), inputs_of(40, 512)
     first = PackedBlocks(libraries()[0], kind, blocks, 512)
