@@ -1135,11 +1135,32 @@ void check_one_thread() {
   CHECK(found == 2);
 }
 
+// After a job that the caller waited long for, jobs have one thread fewer for a pause.
+void check_long_wait() {
+  struct Found { std::chrono::milliseconds sleep; int threads; };
+  auto threads_of_job = [](int milliseconds) {
+    Found found{std::chrono::milliseconds(milliseconds), 0};
+    Pool::shared().run(3, [](void* context, int thread, int threads, Pool&) noexcept {
+      Found& job = *static_cast<Found*>(context);
+      if (thread == 0) job.threads = threads;
+      else std::this_thread::sleep_for(job.sleep);
+    }, &found);
+    return found.threads;
+  };
+  const std::chrono::nanoseconds until_calm(Pool::MAX_PAUSE + Pool::CALM);
+  std::this_thread::sleep_for(until_calm);
+  CHECK(threads_of_job(400) == 3);
+  CHECK(threads_of_job(0) == 2);
+  std::this_thread::sleep_for(until_calm);
+  CHECK(threads_of_job(0) == 3);
+}
+
 int main(int count, char** arguments) {
   std::signal(SIGABRT, report_abort);
   CHECK(count >= 5);
   const Library library(arguments[1]);
   check_one_thread();
+  check_long_wait();
   CHECK(library.abi() > 0);
   CHECK(std::strcmp(library.level(), arguments[2]) == 0);
   CHECK(std::strlen(library.source_hash()) == 16);

@@ -180,12 +180,12 @@ inline void rotate(float* head, const Rotary& table, int64_t position) {
 
 constexpr int64_t SHARED_ROWS = 64;  // from this number of entries on, threads divide norms and conversions of inputs among them
 
-// Runs layers over the entries in `scratch.x`, on all threads of the pool.
+// Runs layers over the entries in `scratch.x`, on all threads of the pool. Every layer is a job: a long pass soon has more or fewer threads.
 struct Run {
   const Model& m;
   const Pass& pass;
   const Store& store;
-  int64_t from, to;
+  int64_t index, to;  // the layer of the next job, and the end of the layers
   const int64_t* skip;
   Scratch& scratch;
   int64_t n;  // entries
@@ -196,12 +196,10 @@ struct Run {
   static void job(void* context, int thread, int threads, Pool& pool) noexcept { static_cast<Run*>(context)->work(thread, threads, pool); }
 
   void work(int thread, int threads, Pool& pool) {
-    for (int64_t index = from; index < to; index++) {
-      const Layer& layer = m.layers[index];
-      const int64_t skipped = skip == nullptr ? 0 : skip[index];
-      if (!(skipped & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool);
-      if (!(skipped & SKIP_MLP)) mlp(layer, index, thread, threads, pool);
-    }
+    const Layer& layer = m.layers[index];
+    const int64_t skipped = skip == nullptr ? 0 : skip[index];
+    if (!(skipped & SKIP_ATTENTION)) attention(layer, index, thread, threads, pool);
+    if (!(skipped & SKIP_MLP)) mlp(layer, index, thread, threads, pool);
   }
 
   // The norm of all entries as inputs of some matrices. Every thread prepares all of a few entries. Threads divide many entries, which
@@ -477,7 +475,7 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
     scratch.normed[t].reserve(n * padded_hidden);
     for (int64_t index = from; index < to; index++) for (const Matrix* one : m.layers[index].matrices()) scratch.forms[t].reserve(*one, n);
   }
-  Pool::shared().run(threads, Run::job, &run);
+  for (; run.index < to; run.index++) Pool::shared().run(threads, Run::job, &run);
 }
 
 inline bool has_nan(const float* row, int64_t start, int64_t stop) {

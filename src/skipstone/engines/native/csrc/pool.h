@@ -2,9 +2,11 @@
 //
 // Between jobs a worker spins for a while and then sleeps until a job needs it. Inside a job a barrier spins, then yields, because two
 // threads on one core must not use up each other's time slices. If a worker was last seen on the caller's core, the caller moves it to
-// another core. While the caller runs, the worker would get no time there. If another process holds a core, every barrier waits for
-// the end of its time slice. A caller that waited long therefore runs its next jobs alone. It does so
-// for the same time as it waited. Each further long wait doubles that time, so that trials cost little.
+// another core. While the caller runs, the worker would get no time there.
+//
+// If another process holds a core, every barrier waits for the end of its time slice. If the caller waited for much of a job, its next
+// jobs therefore have one thread fewer, for a pause. Then they have up to twice as many, and all if no wait is long for CALM. A long wait
+// before that makes a pause twice the last one, so that trials cost little. Else a pause is as long as the wait.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -35,10 +37,11 @@ class Pool {
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
 
-  static constexpr int64_t LONG_WAIT = 300'000;  // minimum time in nanoseconds that the caller yields in a disturbed job
-  static constexpr double LONG_SHARE = 0.4;      // minimum share of the job's time, likewise
-  static constexpr int64_t MAX_ALONE = 32;       // longest time without workers, in multiples of the last long wait
-  static constexpr int64_t CALM_FOR = 16;        // time without a long wait that ends a series, in multiples of the last one
+  // Nanoseconds.
+  static constexpr int64_t LONG_WAIT = 300'000;  // minimum time that the caller yields in a disturbed job
+  static constexpr double LONG_SHARE = 0.4;  // minimum share of the job's time, likewise
+  static constexpr int64_t MAX_PAUSE = 250'000'000;
+  static constexpr int64_t CALM = 50'000'000;  // several time slices of the scheduler
 
   // A job must not throw, because the other threads would wait forever.
   using Job = void (*)(void* context, int thread, int threads, Pool& pool) noexcept;
@@ -52,10 +55,12 @@ class Pool {
     return *shared_;
   }
 
-  // Runs job(context, t, T, pool) for t in [0, T) and waits for all. T is 1 while another caller's job has the workers.
+  // Runs job(context, t, T, pool) for t in [0, T) and waits for all. T <= threads. It is 1 while another caller's job has the workers.
   void run(int threads, Job job, void* context) {
     std::unique_lock<std::mutex> lock(busy_, std::defer_lock);
-    if (threads <= 1 || nanoseconds() < alone_until_ || !lock.try_lock()) {
+    if (threads > 1) threads = lock.try_lock() ? limited(threads) : 1;
+    if (threads <= 1) {
+      if (lock) lock.unlock();
       Pool alone;
       job(context, 0, 1, alone);
       return;
@@ -65,34 +70,23 @@ class Pool {
     job_ = job;
     context_ = context;
     const int core = sched_getcpu();
-    bool woken = false;
     for (int i = 0; i < threads - 1; i++) {
       Worker& worker = *workers_[size_t(i)];
       if (core >= 0 && worker.core.load(std::memory_order_relaxed) == core) worker.move_off(core);
       worker.jobs.fetch_add(1, std::memory_order_seq_cst);
-      if (worker.asleep.load(std::memory_order_seq_cst)) {
-        worker.jobs.notify_one();
-        woken = true;
-      }
+      if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
     }
     waited_ = 0;
     const int64_t start = nanoseconds();
     job(context, 0, threads, *this);
     barrier(true);
     const int64_t now = nanoseconds();
-    if (woken) {  // waking up takes long on a free core, too: the next job decides
-      unjudged_ = waited_;
-      return;
-    }
     if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) {
-      const int64_t wait = unjudged_ + waited_;
-      alone_until_ = now + alone_for_ * wait;
-      calm_from_ = alone_until_ + CALM_FOR * wait;
-      alone_for_ = std::min(2 * alone_for_, MAX_ALONE);
-    } else if (now > calm_from_) {
-      alone_for_ = 1;
+      fewer_threads_ = threads - 1;
+      pause_ = std::min(now < calm_from_ ? 2 * pause_ : waited_, MAX_PAUSE);
+      trial_from_ = now + pause_;
+      calm_from_ = trial_from_ + CALM;
     }
-    unjudged_ = 0;
   }
 
   // Waits for all threads of the job. caller: this thread called `run`, and its waiting is timed.
@@ -141,6 +135,12 @@ class Pool {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
+  // The number of threads that a job has now, of those it may have.
+  int limited(int threads) const {
+    const int64_t now = nanoseconds();
+    return std::min(threads, now < trial_from_ ? fewer_threads_ : now < calm_from_ ? 2 * fewer_threads_ : threads);
+  }
+
   void start_worker() {
     const int index = int(workers_.size()) + 1;
     workers_.reserve(size_t(index));
@@ -172,10 +172,9 @@ class Pool {
   std::vector<Worker*> workers_;  // never freed: their threads outlive this object
   int threads_ = 1;
   int64_t waited_ = 0;  // nanoseconds that the caller yielded in this job
-  int64_t unjudged_ = 0;  // the same of the last job, if that woke a worker
-  int64_t alone_for_ = 1;  // next time without workers, in multiples of the long wait
-  int64_t calm_from_ = 0;  // nanoseconds of the clock
-  std::atomic<int64_t> alone_until_{0};  // nanoseconds of the clock: jobs run without workers until then
+  int fewer_threads_ = 1;  // of a job before `trial_from_`
+  int64_t pause_ = 0;  // the last one, in nanoseconds
+  int64_t trial_from_ = 0, calm_from_ = 0;  // nanoseconds of the clock
   Job job_ = nullptr;
   void* context_ = nullptr;
   alignas(64) std::atomic<int> arrived_{0};
