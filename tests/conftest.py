@@ -20,8 +20,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Not in the process that only hands out tests: importing torch takes a second. The native engine would measure how many
-    threads are fastest, and costs that were kept for one number of threads are measured anew for another."""
+    """Not in the process that only hands out tests: importing torch takes a second. Costs that were kept for one number
+    of threads are measured anew for another."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # until all tests are imported, which makes hardly any garbage
         import torch

@@ -85,7 +85,7 @@ def assert_bits_depend_on_the_text_alone(model: Any, ids: Tensor, kv_dtype: str 
     expected = chain(native(model, 1, kv_dtype), ids, 1)
     for width in WIDTHS[: 11 if len(ids) < 65 else None]:
         assert_same_bits(chain(native(model, 1 + width % 3, kv_dtype), ids, width), expected)
-    for threads, width in ((1, 4), (2, 7), (3, 19), *([(3, 130)] if len(ids) > 64 else [])):
+    for threads, width in ((1, 4), (2, 7), (3, 19), (5, 10), *([(3, 130)] if len(ids) > 64 else [])):
         assert_same_bits(ragged(native(model, threads, kv_dtype), ids, width), expected)
     for level in levels():
         for width in (3, 50):

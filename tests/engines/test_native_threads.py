@@ -1,7 +1,7 @@
 """How many threads the native engine takes. torch's threads step back while it decodes, and come back after it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,54 +14,85 @@ from skipstone.decoding.session import Session
 from skipstone.engines import model_lock
 from skipstone.engines.model_lock import SingleTorchThread
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import engine as native_engine
 from skipstone.engines.native import library, threads
 from tests.helpers import families
 
 
-class Machine:
-    """A clock that work moves on. milliseconds: the time of the work on so many threads, by the number of calls with them."""
+def machine(root: Path, groups: str, siblings: dict[int, str], limits: dict[str, str]) -> Path:
+    """A folder with the kernel's files. groups: the process's cgroups. siblings: of CPUs. limits: files of cgroups."""
+    files = {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
+    files |= {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[[int, int], float]) -> None:
-        self.now, self.milliseconds, self.calls = 0.0, milliseconds, []
-        monkeypatch.setattr(threads.time, "perf_counter", lambda: self.now)
 
-    def run(self, count: int) -> None:
-        self.now += self.milliseconds(count, self.calls.count(count)) / 1000
-        self.calls.append(count)
+V1 = "5:memory:/slice/box\n4:cpu,cpuacct:/slice/box\n0::/"
+HYPERTHREADS = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "2,6", 7: "3,7"}
 
 
 @pytest.mark.parametrize(
-    ("most", "milliseconds", "chosen"),
+    ("affinity", "groups", "siblings", "limits", "expected"),
     [
-        (1, lambda count, _: 1.0, 1),
-        (2, lambda count, _: 1.0 / count, 2),
-        (2, lambda count, _: float(count), 1),
-        (2, lambda count, _: 1.05 if count == 2 else 1.0, 2),
-        (2, lambda count, turn: 0.6 if count == 2 and turn == 3 else 1.0 * count, 2),
-        (2, lambda count, turn: {1: 1.0, 2: 0.6 if turn % 2 else 3.0}[count], 2),
-        (8, lambda count, _: 1.0 / min(count, 4), 8),
-        (8, lambda count, _: {1: 1.0, 4: 0.3, 8: 0.5}[count], 4),
-        (2, lambda count, _: 900.0 / count, 2),
+        ({0, 1, 2}, "", {}, {}, 3),
+        (set(range(100)), "", {}, {}, threads.MAX_THREADS),
+        (set(range(8)), "", HYPERTHREADS, {}, 4),
+        ({0, 2, 4, 5}, "", HYPERTHREADS, {}, 3),
+        (set(range(8)), "0::/", {}, {"cpu.max": "max 100000"}, 8),
+        (set(range(8)), "0::/box", {}, {"box/cpu.max": "350000 100000"}, 3),
+        (set(range(8)), "0::/box", {}, {"box/cpu.max": "50000 100000"}, 1),
+        (set(range(8)), "0::/a/b/c", {}, {"a/b/c/cpu.max": "max 100000", "a/b/cpu.max": "50000 20000"}, 2),
+        (set(range(8)), "0::/seen/outside", {}, {"cpu.max": "500000 100000"}, 5),
+        (set(range(8)), "0::/a", {}, {"cpu.max": "200000 100000", "a/cpu.max": "600000 100000"}, 2),
+        (set(range(8)), V1, {}, {f"cpu/slice/box/cpu.cfs_{name}_us": "300000" for name in ("quota", "period")}, 1),
+        (set(range(8)), V1, {}, {"cpu/slice/cpu.cfs_quota_us": "700000", "cpu/slice/cpu.cfs_period_us": "200000"}, 3),
+        (set(range(8)), V1, {}, {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8),
+        (set(range(8)), V1, {}, {"memory/slice/box/cpu.max": "1 1"}, 8),
+        (set(range(8)), "0::/", HYPERTHREADS, {"cpu.max": "600000 100000"}, 4),
+        ({0, 4}, "0::/", HYPERTHREADS, {"cpu.max": "600000 100000"}, 1),
     ],
     ids=[
+        "affinity",
+        "at most 64",
+        "siblings once",
+        "siblings in the mask",
+        "no quota",
+        "rounded down",
+        "at least one",
+        "of a parent",
+        "of a container whose path is the host's",
+        "the smallest",
+        "version 1",
+        "version 1, of a parent",
+        "version 1, no quota",
+        "version 1, not of the CPU",
+        "siblings below the quota",
         "one core",
-        "both pay",
-        "the second harms",
-        "nearly equal",
-        "a calm moment",
-        "asleep",
-        "memory-bound",
-        "half is best",
-        "large",
     ],
 )
-def test_the_fastest_number_is_taken(
-    most: int, milliseconds: Callable[[int, int], float], chosen: int, monkeypatch: pytest.MonkeyPatch
+def test_all_cores_that_the_process_may_use_are_taken(
+    affinity: set[int],
+    groups: str,
+    siblings: dict[int, str],
+    limits: dict[str, str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = Machine(monkeypatch, milliseconds)
-    assert threads.fastest(machine.run, most) == chosen
-    rounds = threads.MIN_ROUNDS if milliseconds(1, 0) > 100 else threads.MAX_ROUNDS  # a large model is not tried for long
-    assert len(machine.calls) == (0 if most == 1 else 2 * rounds * len({1, most // 2, most}))
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: affinity)
+    assert threads.cores(machine(tmp_path, groups, siblings, limits)) == expected
+
+
+@pytest.mark.skipif(library.missing() is not None, reason="the native engine does not run here")
+@pytest.mark.parametrize(("cores", "hidden", "expected"), [(3, 64, 3), (64, 64, 4), (64, 40, 3), (1, 64, 1)])
+def test_no_thread_is_without_work(cores: int, hidden: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product computes 16 outputs at a time."""
+    monkeypatch.delenv(threads.VARIABLE, raising=False)
+    monkeypatch.setattr(native_engine, "cores", lambda: cores)
+    model = families.build("llama", hidden_size=hidden)
+    assert ModelRunner(model, "native").engine.detail.endswith(f" {expected} threads")
 
 
 def test_what_the_user_says_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def collect_facts() -> dict[str, Any]:
 
     from skipstone.engines.engine import QUANTIZED
     from skipstone.engines.native import library
+    from skipstone.engines.native.threads import cores
     from skipstone.lab.timing.machine import cpu, versions
 
     try:
@@ -50,7 +51,7 @@ def collect_facts() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": cpu(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),  # for this process
+        "cores": cores(),  # for this process
         "torch_threads": torch.get_num_threads(),
         "memory_gib": memory,
         "engines": ["eager", "native" if missing is None else f"native: no, {missing}", "compiled"],

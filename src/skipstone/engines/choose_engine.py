@@ -176,13 +176,7 @@ class PreparedModel:
     ) -> NativeEngine:
         """A native engine that is not kept. options: its compute_dtype and keep_weights. pause: as in `NativeWeights`."""
         keep_weights, compute_dtype = options.keep_weights is not False, None if quantize else options.compute_dtype
-        more: dict[str, Any] = {"threads": self._native_threads, "pause": pause}
-        return NativeEngine(model, self.description, quantize, keep_weights, compute_dtype=compute_dtype, **more)
-
-    @property
-    def _native_threads(self) -> int | None:
-        """The number of threads of the native engine that was made first."""
-        return next((engine.threads for engine, _ in list(self.engines.values()) if isinstance(engine, NativeEngine)), None)
+        return NativeEngine(model, self.description, quantize, keep_weights, compute_dtype=compute_dtype, pause=pause)
 
     @property
     def copies(self) -> dict[str, NativeEngine]:
@@ -201,7 +195,7 @@ class PreparedModel:
         if (cached := packed_cache.read(model.files.identity, quantize)) is None:
             return None
         try:
-            return NativeEngine(model, self.description, quantize, threads=self._native_threads, cached=cached)
+            return NativeEngine(model, self.description, quantize, cached=cached)
         except LookupError:  # panels of other sizes
             return None
 

@@ -29,7 +29,7 @@ from skipstone.engines.native.structs import (
     check,
     declare,
 )
-from skipstone.engines.native.threads import cores, fastest, requested_number
+from skipstone.engines.native.threads import cores, requested_number
 from skipstone.engines.native.weights import BLOCKS, ROUNDED, TYPES, NativeWeights, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
@@ -41,7 +41,6 @@ from skipstone.models.weight_version import TensorValues, keep_version, model_ve
 
 MAX_SKIP_SETS = 256  # cached as bits; requests may name any number
 MAX_TOP_K = 100  # of the library; torch finds more
-TRIAL_SHARE = 8  # one in so many layers is run to compare numbers of threads
 
 
 def why_not(model: Any, description: DecoderModel) -> str | None:
@@ -72,18 +71,16 @@ class NativeEngine(Engine):
         keep_weights: bool = True,
         *,
         compute_dtype: str | None = None,
-        threads: int | None = None,
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
         """compute_dtype: "bfloat16", as None, rounds the inputs of products with bfloat16 weights to bfloat16, and nothing
-        else. "float32" rounds nothing. threads: number of threads; measured if None. cached: the quantised panels. pause: as in
-        `NativeWeights`.
+        else. "float32" rounds nothing. cached: the quantised panels. pause: as in `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
         sizes."""
-        num_threads = threads or requested_number()
+        num_threads = requested_number()
         self._library, self.quantize = declare(library.load()), quantize
         self.version = model_version(model).weights
         keep_weights = keep_weights or isinstance(model, MappedModel)
@@ -118,7 +115,8 @@ class NativeEngine(Engine):
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, tensors that it points at)
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
-        self.threads = num_threads or fastest(self._run_token, cores())
+        num_panels = -(-self._hidden // 16)  # of the narrowest products: further threads would have no work there
+        self.threads = num_threads or min(cores(), num_panels)
         level = self._library.sk_level().decode()
         self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
 
@@ -141,15 +139,6 @@ class NativeEngine(Engine):
         return self._is_cached or packed_cache.write(
             model.files.identity, self.quantize, shown, self._weights.memory, before_piece
         )
-
-    def _run_token(self, count: int) -> None:
-        """Run one token through the first layers on `count` threads."""
-        self.threads = count
-        store, place = KVCache(1, self._depth, 1), torch.zeros((1, 1), dtype=torch.int64, device=CPU)
-        store.reserve(1)
-        at = PassOfTokens(place, place, None, slice(0, 1), 1, 0)
-        layers = range(-(-self._depth // TRIAL_SHARE))
-        self.run(torch.zeros((1, 1, self._hidden), dtype=torch.float32, device=CPU), at, store, layers)
 
     def is_current(self, version: int | None) -> bool:
         """Whether weights and plain attributes are still those that were copied, and no module has a new hook or forward."""

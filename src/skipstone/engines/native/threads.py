@@ -1,16 +1,12 @@
-"""Number of threads of the native engine: the user's choice, or the fastest one measured here."""
+"""Number of threads of the native engine: the user's choice, or all cores that the process may use."""
 
+import math
 import os
-import time
-from collections.abc import Callable
+from pathlib import Path
 
 VARIABLE = "SKIPSTONE_THREADS"
-"""Environment variable for the number of threads of the native engine; measured if unset."""
+"""Environment variable for the number of threads of the native engine; by default that of `cores`."""
 MAX_THREADS = 64  # of the library
-MAX_ROUNDS = 8  # trials per number of threads; the shortest counts, since other load only adds time
-MIN_ROUNDS = 2  # trials per number of threads
-TRIAL_SECONDS = 0.05  # no further round begins after this time
-MIN_RELATIVE_SPEED = 0.9  # more threads are preferred down to this share of the best speed, as load may have slowed them
 
 
 def requested_number() -> int | None:
@@ -23,29 +19,40 @@ def requested_number() -> int | None:
     return int(value)
 
 
-def cores() -> int:
-    """Number of cores that this process may use, at most MAX_THREADS."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, MAX_THREADS)
+def cores(root: Path = Path("/")) -> int:
+    """Number of physical cores that this process may use, from 1 to MAX_THREADS.
 
-
-def fastest(run: Callable[[int], None], max_threads: int) -> int:
-    """The fastest number of threads for the same work: `max_threads`, half of it, or one.
-
-    run: does the work on a number of threads. Numbers alternate. The largest of nearly equal ones wins.
+    It counts the CPUs of the process's affinity mask, siblings on one core once, and the whole CPUs of its cgroups' quotas.
+    root: the folder that has `sys` and `proc`.
     """
-    numbers = sorted({1, max(1, max_threads // 2), max_threads})
-    if len(numbers) == 1:
-        return max_threads
-    best_seconds = dict.fromkeys(numbers, float("inf"))
-    began = time.perf_counter()
-    for turn in range(MAX_ROUNDS):
-        if turn >= MIN_ROUNDS and time.perf_counter() - began > TRIAL_SECONDS:
-            break
-        for number in numbers:
-            run(number)  # wakes the threads up
-            awake = time.perf_counter()
-            run(number)
-            best_seconds[number] = min(best_seconds[number], time.perf_counter() - awake)
-    best = min(best_seconds.values())
-    return max(number for number in numbers if best >= MIN_RELATIVE_SPEED * best_seconds[number])
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    topology = root / "sys/devices/system/cpu"
+    siblings = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
+    return max(1, int(min(len(siblings), _cpu_quota(root), MAX_THREADS)))
+
+
+def _cpu_quota(root: Path) -> float:
+    """The smallest CPU quota of the process's cgroups and the groups around them, in CPUs; infinite if there is none."""
+    quota, mounts = math.inf, root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = mounts / "cpu" if controllers else mounts  # version 1 of cgroups has a mount for each controller
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            limit = " ".join(_read(folder / name) for name in files).split()
+            if len(limit) == 2 and limit[0].isdecimal():  # else "max" or -1
+                quota = min(quota, int(limit[0]) / int(limit[1]))
+    return quota
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel, without spaces around it; empty if it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
