@@ -5,18 +5,24 @@ import itertools
 import json
 import os
 import random
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 import skipstone
+from skipstone.engines.native.threads import VARIABLE
 from skipstone.utils.limits import METHOD_STATE_BYTES
-from tests.helpers.served import Busy, caller, goes_away, hear, p95, serving
+from tests.helpers.served import Busy, Process, caller, goes_away, hear, p95, serving
 
 pytestmark = pytest.mark.soak
 
@@ -33,6 +39,7 @@ KV_CACHE_BYTES = 256 << 20
 """What a server may take for keys and values while methods change with every request."""
 SLACK_BYTES = 256 << 20
 """What allocators keep, and the draft model: beside everything that has a limit of its own."""
+DISTURBED_CLIENTS = 6
 LOOPING = 4
 """Clients that loop over plain completions while a draft model is loaded."""
 
@@ -99,6 +106,13 @@ async def ask_on(http: httpx.AsyncClient, cases: Iterator[Case], until: float, s
             seen.wrong.append(f"{heard.text!r}, and not {case.text!r}, asked {case.body}")
 
 
+async def ask_all(url: str, clients: Sequence[Iterator[Case]], seen: Seen) -> None:
+    """All clients at once, for SECONDS."""
+    until = time.perf_counter() + SECONDS
+    async with caller(url) as http:
+        await asyncio.gather(*(ask_on(http, cases, until, seen) for cases in clients))
+
+
 def drawn(cases: Sequence[Case], seed: int) -> Iterator[Case]:
     draw = random.Random(seed)
     while True:
@@ -107,15 +121,9 @@ def drawn(cases: Sequence[Case], seed: int) -> Iterator[Case]:
 
 def test_fifty_clients_that_stream_get_the_texts_of_generate_and_no_error_but_429() -> None:
     cases, seen = pool(), Seen()
-
-    async def all_clients(url: str) -> None:
-        until = time.perf_counter() + SECONDS
-        async with caller(url) as http:
-            await asyncio.gather(*(ask_on(http, drawn(cases, number), until, seen) for number in range(CLIENTS)))
-
     with serving("--max-waiting", "24") as served:
         before = served.resident()
-        asyncio.run(all_clients(served.url))
+        asyncio.run(ask_all(served.url, [drawn(cases, number) for number in range(CLIENTS)], seen))
         served.until_idle()
         grown = served.resident() / before - 1
     print(f"\n{CLIENTS} clients, {SECONDS:g} s: {seen.answers} answers, {seen.tokens / SECONDS:.0f} tokens a second,")
@@ -124,6 +132,46 @@ def test_fifty_clients_that_stream_get_the_texts_of_generate_and_no_error_but_42
     assert not seen.wrong, f"{len(seen.wrong)} of {seen.answers}, the first: {seen.wrong[0]}"
     assert seen.answers > CLIENTS
     assert seen.refused, "more clients than rows and places to wait: some have to be told to come again"
+
+
+def disturb(served: Process, over: threading.Event) -> int:
+    """Until `over`, processes that compute come and go, and the server may use one CPU or all. Returns how many came."""
+    draw, cpus, started = random.Random(3), os.sched_getaffinity(0), 0
+    while not over.is_set():
+        affinity = draw.choice([cpus, {draw.choice(sorted(cpus))}])
+        set_affinity(served, affinity)
+        spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(draw.randint(1, 2 * len(cpus)))]
+        started += len(spinning)
+        over.wait(draw.choice([0.1, 0.5, 2.0]))
+        for one in spinning:
+            one.kill()
+            one.wait()
+        set_affinity(served, cpus)
+        over.wait(draw.choice([0.1, 0.5, 2.0]))
+    return started
+
+
+def set_affinity(served: Process, cpus: set[int]) -> None:
+    for thread in Path(f"/proc/{served.running.pid}/task").iterdir():
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cpus)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinities are Linux's")
+def test_texts_are_the_same_while_cores_and_threads_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, seen, over, started = pool(), Seen(), threading.Event(), list[int]()
+    monkeypatch.setenv(VARIABLE, "5")
+    with serving("--max-waiting", "24") as served:
+        disturbing = threading.Thread(target=lambda: started.append(disturb(served, over)))
+        disturbing.start()
+        asyncio.run(ask_all(served.url, [drawn(cases, number) for number in range(DISTURBED_CLIENTS)], seen))
+        over.set()
+        disturbing.join()
+        served.until_idle()
+    print(f"\n{sum(started)} processes came and went: {seen.answers} answers, {seen.tokens / SECONDS:.0f} tokens a second")
+    assert not seen.wrong, f"{len(seen.wrong)} of {seen.answers}, the first: {seen.wrong[0]}"
+    assert seen.answers > DISTURBED_CLIENTS
+    assert sum(started) > 1
 
 
 def settings() -> Iterator[dict[str, Any]]:
@@ -143,18 +191,13 @@ def test_settings_that_change_with_every_request_and_a_draft_model_loaded_under_
     def by(method: Any) -> Iterator[Case]:
         return (Case({**case.body, "speculative": method}, case.text) for case in drawn(cases, 0))
 
-    async def all_clients(url: str) -> None:
-        until = time.perf_counter() + SECONDS
-        pairs = zip(drawn(cases, 1), settings(), strict=False)
-        changing = (Case({**case.body, "speculative": method}, case.text) for case, method in pairs)
-        async with caller(url) as http:
-            clients = [*(by("off") for _ in range(LOOPING)), by("speculative"), changing]
-            await asyncio.gather(*(ask_on(http, one, until, seen) for one in clients))
-
+    pairs = zip(drawn(cases, 1), settings(), strict=False)
+    changing = (Case({**case.body, "speculative": method}, case.text) for case, method in pairs)
+    clients = [*(by("off") for _ in range(LOOPING)), by("speculative"), changing]
     options = ("--dtype", "bfloat16", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))
     with serving(*options) as served:
         before = served.resident()
-        asyncio.run(all_clients(served.url))
+        asyncio.run(ask_all(served.url, clients, seen))
         served.until_idle()
         grown = served.resident() - before
     print(f"\n{seen.answers} answers in {SECONDS:g} s, settings change with every request: memory {grown / 2**20:+.0f} MiB")
