@@ -2,17 +2,20 @@
 
     skipstone serve MODEL --port 8000 --max-waiting 256      # in another terminal; or llama.cpp's server
     python recipes/measure/serving.py --prompts FILE.jsonl [--url http://127.0.0.1:8000] [--clients 1 8 50] [--seconds 60]
-        [--new 60] [--speculative off] [--tokenizer FOLDER]
+        [--new 60] [--speculative off] [--tokenizer FOLDER] [--fresh 0.5]
 
-FILE: lines with a "prompt". FOLDER: a tokenizer's; prompts are then sent as token ids, equal for every server. Prints for every
-number of clients: tokens per second, milliseconds to the first token, per further token and between chunks (median and 95th
-percentile), and errors. All answers are greedy, so each answer to a prompt must equal the first one.
+FILE: lines with a "prompt". FOLDER: a tokenizer's; prompts are then sent as token ids, equal for every server. --fresh: share
+of the requests that get a random first line, so that no server knows their prompts. Prints for every number of clients: tokens
+per second, milliseconds to the first token, per further token and between chunks (median and 95th percentile), and errors. All
+answers are greedy, so each answer to a prompt must equal the first one.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +43,7 @@ class ClientStatistics:
 
 
 Prompt = str | tuple[int, ...]
+Encode = Callable[[str], Prompt]
 
 
 async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, Any], results: ClientStatistics) -> None:
@@ -73,18 +77,20 @@ async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, 
 
 
 async def load(
-    url: str, prompts: list[Prompt], clients: int, seconds: float, body: dict[str, Any]
+    url: str, texts: list[str], encode: Encode, clients: int, seconds: float, fresh_share: float, body: dict[str, Any]
 ) -> tuple[ClientStatistics, float]:
     """Run clients, each with one request at a time. Returns their measurements and the seconds."""
     results, began = ClientStatistics(), time.perf_counter()
 
     async def client(number: int) -> None:
-        turn = number
+        turn, numbers = number, random.Random(f"{time.time()} {number}")
         fresh = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after a hundred requests
         async with httpx.AsyncClient(base_url=url, timeout=120, limits=fresh) as http:
             while time.perf_counter() - began < seconds:
+                text, is_fresh = texts[turn % len(texts)], numbers.random() < fresh_share
+                prompt = encode(f"{numbers.getrandbits(32)}\n{text}" if is_fresh else text)
                 try:
-                    await one_answer(http, prompts[turn % len(prompts)], body, results)
+                    await one_answer(http, prompt, body, results)
                 except (httpx.HTTPError, RuntimeError) as error:
                     results.errors.append(f"{type(error).__name__}: {error}")
                 turn += 1
@@ -109,19 +115,20 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=60)
     parser.add_argument("--speculative")
     parser.add_argument("--tokenizer")
+    parser.add_argument("--fresh", type=float, default=0.0)
     args = parser.parse_args()
     texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
-    prompts: list[Prompt] = list(texts)
+    encode: Encode = str
     if args.tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        prompts = [tuple(tokenizer(text)["input_ids"]) for text in texts]
+        encode = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
     body = {"max_tokens": args.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     body |= {"speculative": args.speculative} if args.speculative else {}
     columns = ("clients", "tokens a second", "to the first token, ms (p95)", "each further one", "between chunks")
     columns += ("answers", "429", "errors", "other texts")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for clients in args.clients:
-        results, seconds = asyncio.run(load(args.url, prompts, clients, args.seconds, body))
+        results, seconds = asyncio.run(load(args.url, texts, encode, clients, args.seconds, args.fresh, body))
         counts = f"{results.answers} | {results.refused} | {len(results.errors)} | {results.differing}"
         times = " | ".join(format_milliseconds(each) for each in (results.first, results.each, results.between))
         print(f"| {clients} | {results.tokens / seconds:.0f} | {times} | {counts} |")

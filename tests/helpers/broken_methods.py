@@ -1,6 +1,7 @@
 """Methods that are wrong, each in one way, through the public protocol alone: what `skipstone check` must find."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,14 @@ class DuplicateSiblings(LayerSkipDrafter):
 
 
 class EosOverrun(Session):
-    def admit(self, row: int, request: Request, known: int = 0) -> None:
+    def admit(self, row: int, request: Request, *cached: Any) -> None:
         object.__setattr__(request, "eos", frozenset())
-        super().admit(row, request, known)
+        super().admit(row, request, *cached)
 
 
 class NoiseCoupledBetweenRows(Session):
-    def admit(self, row: int, request: Request, known: int = 0) -> None:
-        super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)), known)
+    def admit(self, row: int, request: Request, *cached: Any) -> None:
+        super().admit(row, replace(request, sampling=replace(request.sampling, seed=7)), *cached)
 
 
 class ProcessorWrongPrefix(Session):

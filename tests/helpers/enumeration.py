@@ -182,7 +182,7 @@ class Tabled:
     """
 
     depth, device, max_positions, kv_dtype = 2, torch.device("cpu"), 64, None
-    engine = SimpleNamespace(supports_draws=False, own_threads=False)
+    engine = SimpleNamespace(supports_draws=False, own_threads=False, skips_padding=False)
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
         self.embeddings, self.lock = 64, ModelLock()

@@ -255,9 +255,9 @@ def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_na
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: Any, method: Method) -> None:
+def test_a_row_that_runs_its_prompt_next_to_others_changes_no_text(raw: Any, method: Method) -> None:
     model, long, short = ModelRunner(raw), prompt(60, 1), prompt(5, 2)
-    decoder = DecodingLoop(method.start(model, 2, 128), chunk=8, takes_turns=True)
+    decoder = DecodingLoop(method.start(model, 2, 128), chunk=8, mixes_steps=True)
     decoder.admit(0, Request(short, 40))
     texts: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(4):
@@ -273,9 +273,38 @@ def test_a_row_that_runs_its_prompt_in_turns_with_others_changes_no_text(raw: An
     assert during >= 3, "the short text went on while the long prompt was read"
 
 
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_prompts_that_arrive_together_share_passes_with_a_row_that_decodes(
+    raw: Any, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, first, others = ModelRunner(raw), prompt(5, 2), {1: prompt(30, 3), 3: prompt(50, 4)}
+    decoder = DecodingLoop(method.start(model, 4, 128), chunk=64, max_prompt_tokens=40, mixes_steps=True)
+    decoder.admit(0, Request(first, 40))
+    texts: dict[int, list[int]] = {0: decoder.step().tokens[0], 1: [], 3: []}
+    for row, ids in others.items():
+        decoder.admit(row, Request(ids, 20))
+    whole_passes, run_layers = 0, ModelRunner.run
+
+    def counted(runner: ModelRunner, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        nonlocal whole_passes
+        whole_passes += 1
+        return run_layers(runner, hidden, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "run", counted)
+        steps = [decoder.step() for _ in range(2)]
+    assert [list(map(len, step.tokens)) for step in steps] == [[1, 1, 0, 0], [1, 1, 0, 1]], "30 + 10 tokens, then 40"
+    if model.engine.skips_padding:
+        assert whole_passes == 2
+    for step in [*steps, *run(decoder)]:
+        for row in texts:
+            texts[row] += step.tokens[row]
+    assert texts == {row: written(raw, method, ids, 40 if row == 0 else 20) for row, ids in {0: first, **others}.items()}
+
+
 def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_long_one_lets_others_pass(raw: Any) -> None:
     method = skipstone.Autoregressive()
-    decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 512), chunk=80, takes_turns=True)
+    decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 512), chunk=80, max_prompt_tokens=64, mixes_steps=True)
     prompts = {3: prompt(70, 3), 1: prompt(400, 1), 2: prompt(70, 2), 0: prompt(70, 0)}
     for row, one in prompts.items():
         decoder.admit(row, Request(one, 4))
@@ -285,11 +314,11 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
         first += [row for row in prompts if step.tokens[row] and not texts[row]]
         for row in prompts:
             texts[row] += step.tokens[row]
-    assert first == [3, 2, 0, 1], "by the time that they have waited, one by one; the long one takes its turns"
+    assert first == [3, 2, 0, 1], "by the time that they have waited; the long one lets the others pass"
     for row, one in prompts.items():
         assert texts[row] == written(raw, method, one, 4)
-    for takes_turns, size, together in ((True, 30, 3), (False, 70, 4)):  # short ones run together, up to 64 tokens
-        decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 256), takes_turns=takes_turns)
+    for limit, size, together in ((64, 30, 2), (None, 70, 4)):  # short ones run together, up to the limit
+        decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 256), max_prompt_tokens=limit)
         for row in range(4):
             decoder.admit(row, Request(prompt(size, row), 4))
         assert sum(map(bool, decoder.step().tokens)) == together
@@ -305,6 +334,30 @@ def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) 
     assert heard.ended[long].status == 400
     assert "128 tokens" in heard.ended[long].message
     assert_written(raw, heard, *requests)
+
+
+@pytest.mark.parametrize("kind", ["layerskip", "speculative", "adasd"])
+def test_texts_that_depend_on_which_steps_draft_do_not_depend_on_prompts_of_others(raw: Any, kind: str) -> None:
+    draft = near(raw, 0.05)
+    methods: dict[str, Method] = {
+        "layerskip": skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4),
+        "speculative": skipstone.Speculative(draft, rejection_sample_method="standard"),
+        "adasd": skipstone.AdaSD(draft),
+    }
+
+    def texts(others: int) -> list[list[int]]:
+        decoder = DecodingLoop(methods[kind].start(ModelRunner(raw), 5, 128), chunk=8, max_prompt_tokens=8, mixes_steps=True)
+        for row in range(4):
+            decoder.admit(row, Request(prompt(5, row), 40, sampling=skipstone.Sampling(1.0, seed=row)))
+        written: list[list[int]] = [[] for _ in range(5)]
+        for number, step in enumerate(run(decoder)):
+            if number == 4 and others:
+                decoder.admit(4, Request(prompt(60, 1), 5))
+            for row, tokens in enumerate(step.tokens):
+                written[row] += tokens
+        return written[:4]
+
+    assert texts(others=1) == texts(others=0)
 
 
 def group_texts(group: BatchGroup, *requests: PendingRequest) -> list[list[int]]:
@@ -339,6 +392,24 @@ def test_a_row_that_knows_the_beginning_of_a_prompt_runs_the_rest_alone(raw: Any
         pending = PendingRequest(Request(ids, 12), method)
         assert group_texts(group, pending) == [written(raw, method, ids, 12)]
         assert pending.stats.cached_tokens == reused
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_the_beginning_of_a_prompt_is_copied_from_a_row_that_decodes(raw: Any, method: Method) -> None:
+    group = BatchGroup(ModelRunner(raw), method, 2, 128, 16, lambda *_: None)
+    one = PendingRequest(Request(prompt(40, 5), 30), method)
+    two = PendingRequest(Request(torch.cat([prompt(40, 5)[:30], prompt(9, 7)]), 20), method)
+    texts: dict[PendingRequest, list[int]] = {one: [], two: []}
+    group.send = lambda pending, event: texts[pending].extend(event.tokens) if isinstance(event, StepOutput) else None
+    group.admit(one)
+    while not texts[one]:
+        group.step()
+    group.admit(two)
+    while group.busy:
+        group.step()
+    assert two.stats.cached_tokens == 30
+    assert texts == {pending: written(raw, method, pending.request.prompt, len(texts[pending])) for pending in texts}
+    assert [*map(len, texts.values())] == [30, 20]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

@@ -264,9 +264,9 @@ class Step:
     """One step of the loop over all rows. Lists have one entry per row; an inactive row has empty lists and zeros.
 
     origin: for each token "prefill", "draft" (accepted), "recovered" or "bonus". drafted: number of tokens submitted.
-    draft_steps: number of drafter passes. verified_nodes: number of scored nodes, leaves included. prefill: the step ran a part
-    of a prompt. probe: a plain step to measure plain decoding. drafter, reason: the drafter that `auto` chose, and why.
-    finished: rows that ended in this step. errors: failed rows among them -> reason.
+    draft_steps: number of drafter passes. verified_nodes: number of scored nodes, leaves included. prefill: the step ran parts
+    of prompts, and rows that decoded had no drafts. probe: a plain step to measure plain decoding. drafter, reason: the drafter
+    that `auto` chose, and why. finished: rows that ended in this step. errors: failed rows among them -> reason.
     Seconds are wall-clock. On CUDA, those of searching, drafting and scoring are device time, and other is the rest of the
     step. seconds_search: spent for later steps (`Drafter.run_background_work`). seconds_outside: of learning and recording
     after these stages, and of waiting for other users of the model. setup: name of set-up work -> its seconds, which no stage

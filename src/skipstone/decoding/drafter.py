@@ -94,6 +94,12 @@ class Drafter:
         drafter's own rule for chains."""
         raise NotImplementedError
 
+    @property
+    def may_skip_drafts(self) -> bool:
+        """Whether a step without a draft changes no text. Lossy texts, and sampled ones under the standard rule, depend on the
+        steps that draft."""
+        return True
+
     def needs_logits(self, draft: Draft) -> bool:
         """Whether it needs the target's logits in greedy steps, where the engine would otherwise return only the argmax."""
         return False
@@ -110,8 +116,8 @@ class Drafter:
         return None
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        """Observe committed tokens. verdicts: one per row. draft: this drafter's own; None for the token after a prefill and
-        for another drafter's draft."""
+        """Observe committed tokens. verdicts: one per row. draft: this drafter's own; None for a step that ran prompts and for
+        another drafter's draft."""
 
     def observe_step(self, step: Step) -> None:
         """Observe a step with its times."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 from skipstone.decoding.draft import Draft, GreedyVerdict, RowVerdict, Step, UnverifiedDraft, Verdict
-from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, PREFILL_CHUNK
+from skipstone.decoding.prefill import PREFILL_CHUNK
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
@@ -71,9 +71,10 @@ class StageTimer:
 class DecodingLoop:
     """Decodes the rows of a session step by step. `admit` and `release` may be called between two steps.
 
-    chunk: number of prompt tokens that a row runs in one step. takes_turns: while prompts run, other rows decode in every
-    second step, and a CPU runs prompts one by one. If False, other rows wait. setup: seconds of set-up work before the first
-    step, which reports them.
+    chunk: number of prompt tokens that a row runs in one step. max_prompt_tokens: maximum number of those of all rows together;
+    None for no limit. mixes_steps: while prompts run, other rows decode without drafts in the same steps, or in every
+    second step if the drafter may not skip drafts. If False, they wait.
+    setup: seconds of set-up work before the first step, which reports them.
     """
 
     def __init__(
@@ -82,23 +83,23 @@ class DecodingLoop:
         *,
         chunk: int = PREFILL_CHUNK,
         recorder: Recorder | None = None,
-        takes_turns: bool = False,
+        max_prompt_tokens: int | None = None,
+        mixes_steps: bool = False,
         setup: SetupSeconds | None = None,
     ) -> None:
-        self.session, self.chunk, self.recorder, self.takes_turns = session, chunk, recorder, takes_turns
-        if takes_turns and session.model.device.type == "cpu":
-            session.prompts.max_tokens_per_pass = CPU_TOKENS_PER_PASS
-        self._prefilled = False  # whether the latest step was a prefill
+        self.session, self.chunk, self.recorder, self.mixes_steps = session, chunk, recorder, mixes_steps
+        session.prompts.max_tokens_per_pass = max_prompt_tokens
+        self._has_prefilled = False  # whether the latest step ran prompts
         self._recorder_seconds = 0.0  # time of the recorder in the latest step
         self.setup: SetupSeconds = {} if setup is None else setup  # not reported yet
         self.rows: list[RunningRequest | None] = [None] * session.rows
         self.stats = Stats()  # of all steps so far
         session.model.lock.loops.add(self)
 
-    def admit(self, row: int, request: Request, known: int = 0) -> None:
-        """Start a request in a free row. known: as in `Session.admit`."""
+    def admit(self, row: int, request: Request, known: int = 0, source: int | None = None) -> None:
+        """Start a request in a free row. known, source: as in `Session.admit`."""
         with self.session.model.lock:
-            self.session.admit(row, request, known)
+            self.session.admit(row, request, known, source)
         self.rows[row] = RunningRequest(request)
 
     def release(self, row: int) -> RunningRequest | None:
@@ -119,12 +120,12 @@ class DecodingLoop:
 
         Decoders of one model in several threads alternate step by step."""
         session, began, setup_before = self.session, time.perf_counter(), sum(self.setup.values())
-        must_decode = self.takes_turns and self._prefilled and any(session.alive)
-        self._prefilled = session.prefilling and not must_decode
+        takes_turn = self.mixes_steps and self._has_prefilled and any(session.alive) and not session.drafter.may_skip_drafts
+        self._has_prefilled = session.prefilling and not takes_turn
         has_own_threads = session.model.engine.own_threads and session.drafter.own_threads
         one_thread = SingleTorchThread() if has_own_threads else nullcontext()
         with session.model.lock, one_thread, collect_setup_seconds(self.setup):
-            step = self._prefill() if self._prefilled else self._decode()
+            step = self._prefill() if self._has_prefilled else self._decode()
         step.setup, self.setup = self.setup, {}
         setup_seconds = sum(step.setup.values()) - setup_before
         step.seconds_outside = max(0.0, time.perf_counter() - began - step.seconds - setup_seconds)
@@ -132,18 +133,20 @@ class DecodingLoop:
         return step
 
     def _prefill(self) -> Step:
-        """Run one chunk of the waiting prompts, and choose the first token of those that are complete."""
+        """Run one chunk of the waiting prompts, and choose the next token of complete ones and of rows that decode."""
         session, clock = self.session, StageTimer(CPU, self.setup)  # an accelerator does not wait for an incomplete prompt
         session.drafter.prefill_tokens(self.chunk)
         clock.mark()
-        scores, ready = session.prefill(self.chunk)
+        mixes = self.mixes_steps and session.drafter.may_skip_drafts
+        decoding = [row for row, alive in enumerate(session.alive) if alive and mixes]
+        scores, ready = session.prefill(self.chunk, decoding)
         draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
             verdicts = [NOTHING] * session.rows
             step = self._step(verdicts, draft)
         else:
             verdicts = self._settle(draft, session.verify(draft, scores), ready)
-            for row in ready:
+            for row in set(ready) - set(decoding):
                 verdicts[row].final = "prefill"
             step = self._step(verdicts, draft, scores)
             session.commit(None, verdicts)

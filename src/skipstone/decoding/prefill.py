@@ -1,6 +1,6 @@
 """Prefill: runs prompts into a KV cache, chunk by chunk."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from operator import add
 
 import torch
@@ -12,65 +12,80 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # default number of prompt tokens per row and pass
-CPU_TOKENS_PER_PASS = 64
+CPU_TOKENS_PER_PASS = 128
 """Number of prompt tokens that keep a CPU busy. With more, a pass takes longer in proportion, and all rows wait for it."""
 
 
-@dataclass(frozen=True)
-class PrefilledChunk:
-    """Result of one pass over prompt tokens.
-
-    rows: rows in the pass. last: [b, d], the hidden state of each row's last token. done: rows that have finished their prompt.
-    """
-
-    rows: range
-    last: Tensor
-    done: list[int]
-
-
 class Prefill:
-    """Runs the prompts of the rows of a cache. The row that has waited longest comes first.
+    """Runs the prompts of the rows of a cache. The row with the earliest deadline comes first.
 
-    max_tokens_per_pass: a pass with at least so many prompt tokens takes no further row; None for no limit. waiting: row ->
-    remaining prompt tokens [T], the row that has waited longest first.
+    The deadline of a prompt of T tokens is reached when T further prompt tokens have run. So a short prompt overtakes a long
+    one, but prompts that come much later do not.
+
+    max_tokens_per_pass: maximum number of prompt tokens in a pass; None for no limit. waiting: row -> remaining prompt tokens
+    [T], in the order of their deadlines.
     """
 
     def __init__(self, model: ModelRunner, store: KVCache) -> None:
         self.model, self.store = model, store
         self.max_tokens_per_pass: int | None = None
         self.waiting: dict[int, Tensor] = {}
+        self._deadlines: dict[int, int] = {}  # row -> value of `_num_run`
+        self._num_run = 0  # prompt tokens so far
 
     def add(self, row: int, tokens: Tensor) -> None:
         """Run tokens [T], T >= 1, after those in the row's cache."""
         self.waiting[row] = tokens.to(self.model.device)
+        self._deadlines[row] = self._num_run + len(tokens)
+        self.waiting = dict(sorted(self.waiting.items(), key=lambda item: self._deadlines[item[0]]))
 
     def remove(self, row: int) -> None:
         self.waiting.pop(row, None)
 
-    def run(self, chunk: int) -> PrefilledChunk:
-        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it."""
-        rows = self._next_rows(chunk)
-        parts = [self.waiting[row][:chunk] for row in rows]
-        counts = [*map(len, parts)]
-        tokens = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        at = self._pass(rows, counts)
-        hidden = self.model.run(self.model.embed(tokens, at.positions), at, self.store, range(self.store.layers))
-        for row, count in zip(rows, counts, strict=True):
-            self.store.length[row] += count
-            rest = self.waiting.pop(row)[count:]
-            if len(rest):
-                self.waiting[row] = rest
-        last = on_device(counts, hidden.device) - 1
-        states = hidden[torch.arange(len(rows), device=hidden.device, dtype=torch.int64), last]
-        return PrefilledChunk(rows, states, [row for row in rows if row not in self.waiting])
+    def run(self, chunk: int, next_tokens: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
+        """Run up to `chunk` prompt tokens per row, and the next token [1] of rows that decode.
 
-    def _next_rows(self, chunk: int) -> range:
-        """The row that has waited longest and the waiting rows directly after it, as far as they fit into the pass."""
-        first = stop = next(iter(self.waiting))
-        tokens, limit = 0, self.max_tokens_per_pass
-        while stop in self.waiting and (limit is None or tokens < limit):
-            tokens, stop = tokens + min(len(self.waiting[stop]), chunk), stop + 1
-        return range(first, stop)
+        Returns row -> hidden state [d] of its last token, for rows that decode or have finished their prompt.
+        """
+        prompts, decoding = self._next_chunks(chunk), next_tokens or {}
+        joined = {**prompts, **decoding}
+        passes = [joined] if self.model.engine.skips_padding else [tokens for tokens in (prompts, decoding) if tokens]
+        states = {row: state for tokens in passes for row, state in self._run_pass(tokens).items()}
+        for row, tokens in prompts.items():
+            self._num_run += len(tokens)
+            self.waiting[row] = self.waiting[row][len(tokens) :]
+            if len(self.waiting[row]):
+                del states[row]
+            else:
+                del self.waiting[row]
+        return states
+
+    def _next_chunks(self, chunk: int) -> dict[int, Tensor]:
+        """Row -> prompt tokens of the next pass. If padding costs time, they are those of neighbouring rows."""
+        rows, remaining = list(self.waiting), self.max_tokens_per_pass
+        if not self.model.engine.skips_padding:
+            stop = rows[0] + 1
+            while stop in self.waiting:
+                stop += 1
+            rows = [*range(rows[0], stop)]
+        chunks = dict[int, Tensor]()
+        for row in rows:
+            tokens = self.waiting[row][: chunk if remaining is None else min(chunk, remaining)]
+            if len(tokens):
+                chunks[row] = tokens
+            remaining = None if remaining is None else remaining - len(tokens)
+        return chunks
+
+    def _run_pass(self, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Run the next tokens [T] of some rows. Returns row -> hidden state [d] of its last token."""
+        rows, nothing = range(min(tokens), max(tokens) + 1), next(iter(tokens.values()))[:0]
+        parts = [tokens.get(row, nothing) for row in rows]
+        at = self._pass(rows, [*map(len, parts)])
+        ids = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        hidden = self.model.run(self.model.embed(ids, at.positions), at, self.store, range(self.store.layers))
+        for row, part in tokens.items():
+            self.store.length[row] += len(part)
+        return {row: hidden[row - rows.start, len(part) - 1] for row, part in tokens.items()}
 
     def _pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]

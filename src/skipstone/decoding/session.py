@@ -3,6 +3,9 @@
 A row is a slot for one request at a time: `admit`, `prefill`, steps, `release`.
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from skipstone.decoding import verify
@@ -56,14 +59,17 @@ class Session:
         """Whether a row still has prompt tokens to run."""
         return bool(self.prompts.waiting)
 
-    def admit(self, row: int, request: Request, known: int = 0) -> None:
+    def admit(self, row: int, request: Request, known: int = 0, source: int | None = None) -> None:
         """Give a free row to a request. ValueError, before anything changes, for a request that cannot be decoded.
 
-        known: number of first prompt tokens that the row still has in its cache from an earlier request; not all of them."""
+        known: number of first prompt tokens that are in the cache already; not all of them. source: the row that has them, with
+        or without a request; None for `row` itself."""
         assert not self.alive[row], f"row {row} is taken"
         assert row not in self.prompts.waiting, f"row {row} is taken"
         assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt must run"
         self.validate_request(request)
+        if source not in (None, row):
+            self.store.copy(source, row, known)
         self.store.length[row] = known
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
         self.prompts.add(row, request.prompt[known:])
@@ -95,23 +101,22 @@ class Session:
         self.sampler.release(row)
         self.drafter.remove_request(row)
 
-    def prefill(self, chunk: int) -> tuple[Scores | None, list[int]]:
-        """Run up to `chunk` prompt tokens per row: of the row that has waited longest and of the waiting rows after it. The
-        drafter reads the prompts by itself.
+    def prefill(self, chunk: int, decoding: Sequence[int] = ()) -> tuple[Scores | None, list[int]]:
+        """Run up to `chunk` prompt tokens per row, and the last token of rows that decode. The drafter reads the prompts by
+        itself.
 
-        Returns (scores [B, 1, V], rows that have finished their prompt), or (None, []) if no row has.
+        Returns (scores [B, 1, V], rows that decode or have finished their prompt), or (None, []) if there are none.
         """
-        output = self.prompts.run(chunk)
-        if not output.done:
+        states = self.prompts.run(chunk, {row: self.view.root[row : row + 1] for row in decoding})
+        if not states:
             return None, []
-        for row in output.done:
+        rows = list(states)
+        for row in rows:
             self.alive[row] = True
-        logits = full = self.model.logits(output.last[:, None])
-        if len(output.rows) < self.rows:
-            full = logits.new_zeros((self.rows, *logits.shape[1:]))
-            full[output.rows.start : output.rows.stop] = logits
-        live = [row in output.done for row in range(self.rows)]
-        return Scores(self.sampler, list(self.store.length), live, logits=full), output.done
+        logits = self.model.logits(torch.stack([*states.values()])[:, None])
+        full = logits.new_zeros((self.rows, *logits.shape[1:]))
+        full.index_copy_(0, on_device(rows, full.device), logits)
+        return Scores(self.sampler, list(self.store.length), [row in states for row in range(self.rows)], logits=full), rows
 
     def score(self, draft: Draft) -> Scores:
         """Run a draft through the target. The pass is the same for every method. Without verification only the last place of a
@@ -150,7 +155,7 @@ class Session:
     def commit(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Commit the accepted tokens: move lengths, compact tree paths, set the last tokens. Nothing is cloned.
 
-        draft: None for the token that ends a prefill. verdicts: one per row, cut by the stopping rules; empty for inactive
+        draft: None for a step that ran prompts. verdicts: one per row, cut by the stopping rules; empty for inactive
         rows.
         """
         view = self.view

@@ -11,7 +11,8 @@ from skipstone.utils.setup_times import SetupSeconds
 
 @dataclass(slots=True)
 class Stats:
-    """Sums over Steps. The first token of a row belongs to the prefill and to no step.
+    """Sums over Steps. The first token of a row belongs to the prefill and to no step, and so do all tokens of steps that ran
+    prompts.
 
     steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
     of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. overruled: 0 without verification.

@@ -120,18 +120,19 @@ class Engine(ABC):
     """Computes one model. An engine must not refer to its model, which would then never be freed; it may refer to its modules.
 
     name: "eager", "native" or "compiled". detail: one line for users about how and where it computes. dtype: of the hidden
-    states. row_exact: the bits of a token's result do not depend on what else is in the batch. supports_chains: it has `chain`
-    and `score_exit`. supports_draws: it has `draw`. own_threads: it computes on threads of its own, not on torch's. quantize:
-    "int8" or "int4" if it has quantised the weights, else None. rounds_inputs: inputs of products with bfloat16 weights are
-    rounded to bfloat16. preparations: number of passes so far that were compiled or
-    recorded; their times do not predict those of later passes. version: of the weights that it has copied (`weight_version`);
-    None if it has no copy.
+    states. row_exact: the bits of a token's result do not depend on what else is in the batch. skips_padding: invalid entries
+    of a pass cost nothing. supports_chains: it has `chain` and `score_exit`. supports_draws: it has `draw`. own_threads: it
+    computes on threads of its own, not on torch's. quantize: "int8" or "int4" if it has quantised the weights, else None.
+    rounds_inputs: inputs of products with bfloat16 weights are rounded to bfloat16. preparations: number of passes so far that
+    were compiled or recorded; their times do not predict those of later passes. version: of the weights that it has copied
+    (`weight_version`); None if it has no copy.
     """
 
     name: str
     detail: str
     dtype: torch.dtype
     row_exact = False
+    skips_padding = False
     supports_chains = False
     supports_draws = False
     own_threads = False

@@ -92,6 +92,13 @@ class KVCache:
             src, dst = places[buffer.device]
             buffer[row, :, dst] = buffer[row, :, src]
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of a row to another row."""
+        for buffer in (*self.keys, *self.values):
+            if buffer is not None:
+                buffer[target, :, :length] = buffer[source, :, :length]
+
     def clear(self, row: int) -> None:
         """Zero the slots after a row's committed tokens. NaN there would spoil later attention: a masked weight of 0 times NaN
         is NaN."""

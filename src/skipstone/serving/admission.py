@@ -26,7 +26,7 @@ RETRY_AFTER_SECONDS = 1
 """The Retry-After header of a 429."""
 
 PREFILL_CHUNK_SIZE = 256
-"""Prompt tokens that a row runs between two decoding steps of the others."""
+"""Maximum number of prompt tokens that a row runs in one step."""
 
 ACCELERATOR_ERROR: Any = getattr(torch, "AcceleratorError", ())  # torch has it from 2.8 on
 MAX_DEVICE_ERRORS = 2

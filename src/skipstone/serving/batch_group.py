@@ -9,7 +9,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.output_recorder import OutputRecorder
-from skipstone.decoding.prefill import Prefill
+from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, Prefill
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.engines.kv_cache import KVCache
@@ -45,7 +45,12 @@ class BatchGroup:
         self._recorder = StepRecorder(self.requests)
         session = method.start(model, max_num_seqs, max_model_len)
         self.loop = DecodingLoop(
-            session, chunk=prefill_chunk_size, recorder=self._recorder, takes_turns=True, setup=collected_seconds()
+            session,
+            chunk=prefill_chunk_size,
+            max_prompt_tokens=CPU_TOKENS_PER_PASS if model.device.type == "cpu" else None,
+            recorder=self._recorder,
+            mixes_steps=True,
+            setup=collected_seconds(),
         )
         self._prefix_cache = PrefixCache(max_num_seqs, is_enabled=not model.family.recurrent)
         self._sent_layers: list[dict[str, Any] | None] = [None] * max_num_seqs
@@ -73,20 +78,27 @@ class BatchGroup:
 
     def admit(self, pending: PendingRequest) -> None:
         """Give a free row to a request. ValueError, before anything changed, if it cannot be decoded."""
-        row, cached_tokens = self._prefix_cache.choose_row(pending.prompt_ids, self.free_rows)
+        for row, other in enumerate(self.requests):
+            if other is not None:
+                self._prefix_cache.store(row, self._committed_tokens(row, other))
+        row, source, cached_tokens = self._prefix_cache.choose_row(pending.prompt_ids, self.free_rows)
         with collect_setup_seconds(self.loop.setup), setup_work(REQUEST):
-            self.loop.admit(row, pending.request, cached_tokens)
+            self.loop.admit(row, pending.request, cached_tokens, source)
         pending.stats.cached_tokens = cached_tokens
         self.requests[row], self._sent_layers[row] = pending, None
-        self._prefix_cache.store(row, [])
 
     def drop(self, pending: PendingRequest) -> None:
         """Free the row of a request before its text has ended."""
         row = self.requests.index(pending)
-        length = self.loop.session.store.length[row]
-        running = self.loop.release(row)
+        tokens = self._committed_tokens(row, pending)
+        self.loop.release(row)
+        self._free_row(row, tokens)
+
+    def _committed_tokens(self, row: int, pending: PendingRequest) -> list[int]:
+        """The tokens of a row that have keys and values."""
+        running = self.loop.rows[row]
         assert running is not None
-        self._free_row(row, [*pending.prompt_ids, *running.tokens][:length])
+        return [*pending.prompt_ids, *running.tokens][: self.loop.session.store.length[row]]
 
     def _free_row(self, row: int, tokens: list[int]) -> None:
         self.requests[row] = None

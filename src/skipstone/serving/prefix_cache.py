@@ -1,4 +1,4 @@
-"""A prompt's prefix is reused: which row a new request takes, and how much of its prompt that row still holds."""
+"""A prompt's prefix is reused: which row a new request takes, and which row holds how much of its prompt."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ texts are kept."""
 
 
 class PrefixCache:
-    """The tokens whose keys and values the free rows of a batch group still hold.
+    """The tokens whose keys and values the rows of a batch group hold.
 
     is_enabled: False for models with recurrent states, which cannot go back to an earlier position.
     """
@@ -19,18 +19,19 @@ class PrefixCache:
         self._last_used = [0] * num_rows
         self._num_uses = 0
 
-    def choose_row(self, prompt: Sequence[int], free_rows: Sequence[int]) -> tuple[int, int]:
-        """(row, number of prompt tokens that it holds): the row with the longest common prefix, else the least recently used
-        one."""
+    def choose_row(self, prompt: Sequence[int], free_rows: Sequence[int]) -> tuple[int, int, int]:
+        """(free row to take, row with the longest common prefix, length of that prefix). They are one row if that is free, else
+        the least recently used one is taken. The length is 0 if no row has a prefix that is worth it."""
         limited = prompt[:-1] if self.is_enabled else []  # the prompt's last token always runs
-        common = {row: common_length(self._tokens[row], limited) for row in free_rows}
-        best = max(free_rows, key=lambda row: common[row])
-        if common[best] >= MIN_REUSED_TOKENS:
-            return best, common[best]
-        return min(free_rows, key=lambda row: self._last_used[row]), 0
+        common = [common_length(tokens, limited) for tokens in self._tokens]
+        best = max(range(len(common)), key=lambda row: (common[row], row in free_rows))
+        oldest = min(free_rows, key=lambda row: self._last_used[row])
+        if common[best] < MIN_REUSED_TOKENS:
+            return oldest, oldest, 0
+        return best if best in free_rows else oldest, best, common[best]
 
     def store(self, row: int, tokens: list[int]) -> None:
-        """Remember the tokens of a row that has become free; [] for a row that is taken, or whose keys and values are wrong."""
+        """Remember the tokens of a row; [] if its keys and values are wrong."""
         self._num_uses += 1
         self._tokens[row], self._last_used[row] = tokens, self._num_uses
 

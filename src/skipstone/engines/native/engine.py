@@ -58,6 +58,7 @@ class NativeEngine(Engine):
 
     name = "native"
     row_exact = True
+    skips_padding = True
     supports_chains = True
     supports_draws = True
     own_threads = True

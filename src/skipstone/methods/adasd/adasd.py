@@ -137,6 +137,10 @@ class AdaSDDrafter(DraftModelDrafter):
         super().add_request(row, request)
         self.generation[row], self.verification[row] = GenerationThreshold(), VerificationThreshold(self.method.variant)
 
+    @property
+    def may_skip_drafts(self) -> bool:
+        return not self.method.relaxed and super().may_skip_drafts
+
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed
 
