@@ -330,7 +330,7 @@ struct Case {
 
   // Packs or quantises weights, in one call or two.
   int64_t packed(int64_t type, int64_t stored, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, Block<uint8_t>& panels) {
-    const auto call = type <= FLOAT16 || type == stored ? library.pack : library.quantize;
+    const auto call = type <= ROUNDED || type == stored ? library.pack : library.quantize;
     const int64_t first = dice.from(0, outputs / LANES) * LANES;
     const int64_t code = call(type, stored, file, source, stride, first, inputs, panels.data(), dice.from(1, 3));
     const char* rest = static_cast<const char*>(source) + first * row_bytes(stored, stride, inputs);
@@ -431,14 +431,14 @@ struct Case {
   // A type up to `last` that stored rows of so many inputs can have.
   int64_t stored_type(int64_t inputs, int64_t last) {
     const int64_t type = dice.from(FLOAT32, last);
-    return has_whole_blocks(type, inputs) ? type : stored_type(inputs, last);
+    return type != ROUNDED && has_whole_blocks(type, inputs) ? type : stored_type(inputs, last);
   }
 
   Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
     const int64_t stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     const bool quantizes = dice.chance(30);
-    const int64_t type = quantizes ? dice.from(INT8, INT4) : stored_type(inputs, TYPES - 1);
-    const int64_t stored = quantizes ? stored_type(inputs, TYPES - 1) : type == FLOAT32 ? stored_type(inputs, FLOAT16) : type;
+    const int64_t type = quantizes ? dice.from(INT8, INT4) : dice.chance(10) ? int64_t(ROUNDED) : stored_type(inputs, TYPES - 1);
+    const int64_t stored = type == ROUNDED ? int64_t(BFLOAT16) : quantizes ? stored_type(inputs, TYPES - 1) : type == FLOAT32 ? stored_type(inputs, FLOAT16) : type;
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
     void* source = stored < INT8 ? weights(stored, outputs, inputs, stride) : keep(blocks(stored, outputs, inputs, 0));
     const auto pack_all = [&] { return packed(type, stored, -1, source, stride, outputs, inputs, panels); };
@@ -1056,18 +1056,19 @@ struct Case {
       }
     }
     for (int64_t type = FLOAT32; type < TYPES; type++) {
+      const int64_t source = type == ROUNDED ? int64_t(BFLOAT16) : type;
       for (int64_t other = FLOAT32; other < TYPES; other++) {
-        if (type != other && (type != FLOAT32 || other > FLOAT16))
+        if (other != source && (type != FLOAT32 || other > FLOAT16))
           CHECK(library.pack(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
         if (type != INT8 && type != INT4) CHECK(library.quantize(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);
       }
-      CHECK(library.pack(type, type, -1, nullptr, 256, 1, 256, number, 1) == BAD_ARGUMENT);
-      CHECK(library.pack(type, type, -1, number, 256, 1, 256, nullptr, 1) == BAD_ARGUMENT);
-      CHECK(library.pack(type, type, -1, number, 256, 1, 256, number, 0) == BAD_THREADS);
-      CHECK(library.pack(type, type, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);  // no outputs, then no inputs
-      CHECK(library.pack(type, type, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
-      CHECK(library.quantize(INT8, type, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);
-      CHECK(library.quantize(INT4, type, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
+      CHECK(library.pack(type, source, -1, nullptr, 256, 1, 256, number, 1) == BAD_ARGUMENT);
+      CHECK(library.pack(type, source, -1, number, 256, 1, 256, nullptr, 1) == BAD_ARGUMENT);
+      CHECK(library.pack(type, source, -1, number, 256, 1, 256, number, 0) == BAD_THREADS);
+      CHECK(library.pack(type, source, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);  // no outputs, then no inputs
+      CHECK(library.pack(type, source, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
+      CHECK(library.quantize(INT8, source, -1, nullptr, 256, 0, 256, nullptr, 1) == OK);
+      CHECK(library.quantize(INT4, source, -1, nullptr, 0, 20, 0, nullptr, 1) == OK);
       if (type < INT8) continue;
       const int64_t broken = BLOCK_TYPES[type - INT8].inputs - dice.from(1, GROUP - 1);  // no whole block
       CHECK((library.packed_bytes(type, 1, broken) == -1) == (type >= Q4_K));
