@@ -64,10 +64,12 @@ class Prefill:
         """Row -> prompt tokens of the next pass. If padding costs time, they are those of neighbouring rows."""
         rows, remaining = list(self.waiting), self.max_tokens_per_pass
         if not self.model.engine.skips_padding:
-            stop = rows[0] + 1
-            while stop in self.waiting:
-                stop += 1
-            rows = [*range(rows[0], stop)]
+            first, last = rows[0], rows[0]
+            while last + 1 in self.waiting:
+                last += 1
+            while first - 1 in self.waiting:
+                first -= 1
+            rows = [*range(rows[0], last + 1), *reversed(range(first, rows[0]))]
         chunks = dict[int, Tensor]()
         for row in rows:
             tokens = self.waiting[row][: chunk if remaining is None else min(chunk, remaining)]
