@@ -1,253 +1,239 @@
-"""Speed of the engines compared with transformers and llama.cpp: end to end, in one run, alternating prompt by prompt.
+"""Speed of the native engine next to programs that a user would run instead, on the same weights.
 
-    python recipes/measure/engines.py [MODEL] [--dtype float32] [--quantize int8] [--rounds 5] [--new 128] [--max-prompts 8]
-        [--method "layerskip exit_layer=6"] ... [--llama-cpp "PYTHON MODEL.gguf"] [--prompts FILE] [--without transformers]
+    python recipes/measure/engines.py [MODEL] [--ours "quantize=int8" ...] [--llama-cpp FOLDER --gguf FILE ...]
+        [--openvino PYTHON --ir FOLDER ...] [--transformers] [--rounds 5]
 
-Prints tokens per second (including the prefill, all prompts together, medians over rounds) of transformers' `generate`, of
-llama.cpp (to_gguf.py), of plain decoding on the eager and the native engine, of every --method on the native engine, and of all
-prompts as one batch, with their ratios, and whether their texts are those of plain decoding. It also prints their share of the
-speed that the memory's bandwidth allows (measured before and after every round), the milliseconds of passes of 1 to 32 rows
-after 150 tokens, and of a prefill of 512 tokens. --prompts: JSON lines with "prompt"; default: the bundled model's own. All
-texts have --new tokens. A GGUF file as MODEL is computed as it is stored, by the native engine only. gguf_files.py measures the
-starts and the memory of such files. Measure on an idle machine.
+Every row runs in processes of its own, which take turns in every round. Each one decodes 64 tokens plainly after a prompt of one
+token, and prefills 512 tokens, three times after an untimed time. Then it computes passes of 1 to 32 rows with logits behind 150
+tokens. --ours: settings of `skipstone.load` for a row, separated by spaces; several times. "" is the model as stored. FOLDER has
+llama.cpp's llama-bench, whose rows are FILEs. PYTHON has openvino-genai, whose rows are models in the FOLDERs. --transformers adds
+a row of transformers' `generate`. SKIPSTONE_NATIVE_LEVEL names another instruction set for our rows.
+
+Prints two Markdown tables with medians of the rounds and their range, and the processor's name. A ratio is the median of the
+rounds' ratios to the row of ours that comes first. *bandwidth* is the share of what the memory's speed, measured afterwards,
+allows a token that reads all weights. *peak* is the largest resident memory, mapped files included. Measure on an idle machine.
 """
 
 import argparse
 import json
-import shlex
+import os
+import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from skipstone.utils.processor_watch import machine_seconds
 
-import skipstone
-from skipstone.engines.host_transfer import left_padded
-from skipstone.engines.kv_cache import KVCache
-from skipstone.engines.mapped_loading import load_to_measure
-from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native.threads import cores
-from skipstone.engines.native.weights import quantised_bytes
-from skipstone.lab.bench.peers.ggml import SETTLES, LlamaCppProcess
-from skipstone.lab.bench.peers.hf import HFGenerate
-from skipstone.lab.tasks.data_sets import named
-from skipstone.lab.timing import machine
-from skipstone.models.mapped_model import MappedModel
-from skipstone.models.passes import Pass
-
-CONTEXT = 150  # tokens before the passes that are timed
-PREFILL = 512  # tokens of the prefill that is timed
-REPEATS = 40  # passes of each width
-
-Answer = tuple[list[int], float]  # (new ids, seconds)
-CPU = torch.device("cpu")
+DECODED, PREFILL, CONTEXT = 64, 512, 150
+WIDTHS = (1, 2, 4, 8, 16, 32)
+REPEATS, PASSES = 3, 15
+"""Measurements of each process: of decoding and of the prefill, and of each pass."""
 
 
-@dataclass
-class Measurements:
-    """speeds: row -> tokens per second of every round. texts: row -> new ids of every prompt. bandwidths: bytes per second of
-    every round, the larger of those before and after it."""
+class Speeds(NamedTuple):
+    """Tokens per second of decoding and of a prefill. passes: milliseconds of a pass by its rows, or nothing. share: of the
+    memory's bandwidth, if it is known. peak: MB of the process, 0 if it does not tell."""
 
-    speeds: dict[str, list[float]]
-    texts: dict[str, list[list[int]]]
-    bandwidths: list[float]
-
-
-class LlamaCpp:
-    """llama.cpp in a process of its own. command: "PYTHON MODEL.gguf"."""
-
-    def __init__(self, command: str) -> None:
-        python, path = shlex.split(command)
-        self._worker = LlamaCppProcess(python, path, str(cores()))
-        self.name = f"llama.cpp {Path(path).stem.rpartition('-')[2]}"
-
-    def __call__(self, ids: list[int], new: int) -> Answer:
-        began = time.perf_counter()
-        answer = self._worker(ids=ids, new=new, stop=[], drafts=0, threshold=0)
-        seconds = time.perf_counter() - began
-        time.sleep(SETTLES)
-        return answer["ids"], seconds
+    decoding: float
+    prefill: float
+    passes: list[float]
+    share: float | None = None
+    peak: float = 0.0
 
 
-def arguments() -> argparse.Namespace:
-    """Arguments of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantize")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--method", action="append", default=[])
-    parser.add_argument("--llama-cpp")
-    parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--max-prompts", type=int, default=8)
-    parser.add_argument("--without", nargs="*", default=[], choices=["transformers", "eager"])
-    return parser.parse_args()
+def timed_speeds(seconds: Callable[[int, int], float]) -> tuple[float, float]:
+    """Tokens per second of decoding and of a prefill. seconds: of a call with this many tokens of prompt and new tokens."""
+    times = [(seconds(1, DECODED), seconds(PREFILL, 1)) for _ in range(REPEATS + 1)][1:]
+    decoding, prefill = (statistics.median(values) for values in zip(*times, strict=True))
+    return DECODED / decoding, PREFILL / prefill
+
+
+def skipstone_speeds(model_name: str, settings: dict[str, str]) -> Speeds:
+    """Speeds of skipstone in this process."""
+    import torch
+
+    import skipstone
+    from skipstone.engines.mapped_loading import load_for_decoding
+    from skipstone.engines.model_runner import ModelRunner
+    from skipstone.engines.native.weights import quantised_bytes
+    from skipstone.lab.timing import machine
+
+    options: dict[str, Any] = settings | ({"dtype": getattr(torch, settings["dtype"])} if "dtype" in settings else {})
+    model, _ = load_for_decoding(model_name or None, **options)
+
+    def seconds(prompt: int, new: int) -> float:
+        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+        ids, began = torch.arange(prompt)[None] % 256, time.perf_counter()
+        skipstone.generate(model, ids, "autoregressive", attention_mask=torch.ones_like(ids), **options)
+        return time.perf_counter() - began
+
+    decoding, prefill = timed_speeds(seconds)
+    passes = pass_milliseconds(ModelRunner(model))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    token_bytes = quantised_bytes(model, settings.get("quantize")) + machine.kv_bytes(model) * DECODED / 2
+    return Speeds(decoding, prefill, passes, decoding * token_bytes / machine.bandwidth(torch.device("cpu")), peak)
+
+
+def pass_milliseconds(runner: Any) -> list[float]:
+    """Milliseconds of a pass with logits, by its rows."""
+    import torch
+
+    from skipstone.engines.kv_cache import KVCache
+    from skipstone.models.passes import Pass
+
+    store = KVCache(1, runner.depth, CONTEXT + max(WIDTHS))
+    store.reserve(CONTEXT + max(WIDTHS))
+    ids = torch.arange(CONTEXT + max(WIDTHS))[None] % 256
+
+    def run(start: int, stop: int) -> float:
+        positions, began = torch.arange(start, stop)[None], time.perf_counter()
+        at = Pass(positions, positions, None, slice(0, 1), stop, start)
+        runner.logits(runner.run(runner.embed(ids[:, start:stop], positions), at, store, range(runner.depth)))
+        return 1000 * (time.perf_counter() - began)
+
+    with torch.inference_mode():
+        run(0, CONTEXT)
+        times = [[run(CONTEXT, CONTEXT + rows) for rows in WIDTHS] for _ in range(PASSES)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def transformers_speeds(model_name: str) -> Speeds:
+    """Speeds of transformers' `generate` in this process."""
+    import torch
+
+    from skipstone.engines.loading import load
+
+    model, _ = load(model_name or None)
+    model.generation_config.eos_token_id = None
+
+    def seconds(prompt: int, new: int) -> float:
+        ids, began = torch.arange(prompt)[None] % 256, time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
+        return time.perf_counter() - began
+
+    return Speeds(*timed_speeds(seconds), [])
+
+
+OPENVINO_PROGRAM = f"""
+import json, statistics, sys, time
+import numpy, openvino, openvino_genai
+pipeline = openvino_genai.LLMPipeline(sys.argv[1], "CPU", INFERENCE_NUM_THREADS=int(sys.argv[2]))
+def seconds(prompt, new):
+    ids = numpy.arange(prompt)[None] % 256
+    inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(numpy.ones_like(ids)))
+    began = time.perf_counter()
+    pipeline.generate(inputs, max_new_tokens=new, min_new_tokens=new, ignore_eos=True, do_sample=False)
+    return time.perf_counter() - began
+times = [(seconds(1, {DECODED}), seconds({PREFILL}, 1)) for _ in range({REPEATS} + 1)][1:]
+decoding, prefill = (statistics.median(values) for values in zip(*times))
+print(json.dumps([{DECODED} / decoding, {PREFILL} / prefill, []]))
+"""
+
+
+def output_of(command: list[str]) -> tuple[Any, float]:
+    """What a command writes, as JSON, and the peak of its memory in MB. SystemExit if it fails."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        written = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if status:
+            errors.seek(0)
+            raise SystemExit(f"{' '.join(command)} failed:\n{errors.read().decode(errors='replace')}")
+    return json.loads(written), used.ru_maxrss * 1024 / 1e6
+
+
+def llama_cpp_speeds(folder: Path, path: Path, threads: int) -> Speeds:
+    """Speeds of llama-bench, which warms up by itself."""
+    command = [str(folder / "llama-bench"), "-m", str(path), "-t", str(threads), "-o", "json"]
+    (prefill, decoding), peak = output_of([*command, "-p", str(PREFILL), "-n", str(DECODED), "-r", str(REPEATS)])
+    rows = ",".join(map(str, WIDTHS))
+    passes, _ = output_of([*command, "-p", rows, "-n", "0", "-d", str(CONTEXT), "-r", str(PASSES)])
+    medians = [statistics.median(one["samples_ts"]) for one in (decoding, prefill, *passes)]
+    return Speeds(*medians[:2], [1000 * rows / speed for rows, speed in zip(WIDTHS, medians[2:], strict=True)], None, peak)
+
+
+def speeds_of(command: list[str]) -> Speeds:
+    """Speeds that a command writes as a list."""
+    fields, peak = output_of(command)
+    speeds = Speeds(*fields)
+    return speeds if speeds.peak else speeds._replace(peak=peak)
+
+
+def text_of(values: list[float], digits: int = 1) -> str:
+    """The median and the range."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def report(rounds: dict[str, list[Speeds]]) -> None:
+    """Print the tables. rounds: the speeds of a row, round by round."""
+    first = next(iter(rounds.values()))
+    print("| | decoding, tokens/s | ratio | bandwidth | prefill, tokens/s | ratio | peak MB |\n" + "| --- " * 7 + "|")
+    for name, speeds in rounds.items():
+        cells = []
+        for field in ("decoding", "prefill"):
+            values, others = ([getattr(one, field) for one in column] for column in (speeds, first))
+            ratio = statistics.median(one / other for one, other in zip(values, others, strict=True))
+            cells += [text_of(values), f"{ratio:.2f}"]
+        shares = [one.share for one in speeds if one.share is not None]
+        cells.insert(2, text_of(shares, 2) if shares else "")
+        print(f"| {name} | {' | '.join(cells)} | {statistics.median(one.peak for one in speeds):.0f} |")
+    print(f"\n| ms of a pass by its rows | {' | '.join(map(str, WIDTHS))} | 8 rows / 1 row |\n" + "| --- " * 8 + "|")
+    for name, speeds in rounds.items():
+        if speeds[0].passes:
+            columns = zip(*(one.passes for one in speeds), strict=True)
+            widened = [one.passes[WIDTHS.index(8)] / one.passes[0] for one in speeds]
+            cells = [f"{statistics.median(column):.2f}" for column in columns]
+            print(f"| {name} | {' | '.join(cells)} | {text_of(widened, 2)} |")
 
 
 def main() -> None:
-    args = arguments()
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    loaded = load_to_measure(args.model, dtype=dtype)
-    model, tokenizer = loaded
-    left_out = ["transformers", "eager"] if isinstance(loaded[0], MappedModel) else args.without
-    model.generation_config.eos_token_id = None  # all texts are equally long
-    if args.prompts is None:
-        task = named("self")
-        texts = [task.ask(row)[0] for row in task.records(None)[::5]]
-    else:
-        texts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines() if line.strip()]
-    prompts = [tokenizer(text)["input_ids"] for text in texts[: args.max_prompts]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="")
+    parser.add_argument("--ours", action="append", metavar="SETTINGS")
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER")
+    parser.add_argument("--gguf", nargs="*", default=[], type=Path, metavar="FILE")
+    parser.add_argument("--openvino", metavar="PYTHON")
+    parser.add_argument("--ir", nargs="*", default=[], type=Path, metavar="FOLDER")
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.worker == "transformers":
+        print(json.dumps(transformers_speeds(asked.model)))
+        return
+    if asked.worker is not None:
+        print(json.dumps(skipstone_speeds(asked.model, dict(word.split("=") for word in asked.worker.split()))))
+        return
+    own = [sys.executable, __file__, asked.model, "--worker"]
+    rows: dict[str, Callable[[], Speeds]] = {}
+    for settings in asked.ours or [""]:
+        rows[f"skipstone {settings}"] = partial(speeds_of, [*own, settings])
+    if asked.transformers:
+        rows["transformers"] = partial(speeds_of, [*own, "transformers"])
+    for path in asked.gguf:
+        rows[f"llama.cpp {path.name}"] = partial(llama_cpp_speeds, asked.llama_cpp, path, asked.threads)
+    for path in asked.ir:
+        rows[f"OpenVINO {path.name}"] = partial(
+            speeds_of, [asked.openvino, "-c", OPENVINO_PROGRAM, str(path), str(asked.threads)]
+        )
+    machine, began = machine_seconds() or 0.0, time.perf_counter()
+    turns = [{name: measure() for name, measure in rows.items()} for _ in range(asked.rounds)]
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    others = (machine_seconds() or 0.0) - machine - used.ru_utime - used.ru_stime
+    busy_share = others / ((time.perf_counter() - began) * (os.cpu_count() or 1))
+    report({name: [turn[name] for turn in turns] for name in rows})
+    from skipstone.lab.timing.machine import cpu  # which imports torch
 
-    def generate_with_transformers(ids: list[int], new: int) -> Answer:
-        prompt, began = torch.tensor([ids]), time.perf_counter()
-        options = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-        return HFGenerate().generate(model, prompt, options, 0).tokens, time.perf_counter() - began
-
-    def skipstone_decoder(engine: str, method: str) -> Callable[[list[int], int], Answer]:
-        quantization = {"quantize": args.quantize if engine == "native" else None}
-
-        def call(ids: list[int], new: int) -> Answer:
-            prompt, began = torch.tensor([ids]), time.perf_counter()
-            options: dict[str, Any] = {"engine": engine, "max_new_tokens": new, "do_sample": False, **quantization}
-            out = skipstone.generate(model, prompt, method, attention_mask=torch.ones_like(prompt), **options)
-            assert out.new_tokens is not None
-            return out.new_tokens[0], time.perf_counter() - began
-
-        return call
-
-    decoders: dict[str, Callable[[list[int], int], Answer]] = {}
-    if "transformers" not in left_out:
-        decoders["transformers"] = generate_with_transformers
-    if args.llama_cpp:
-        peer = LlamaCpp(args.llama_cpp)
-        decoders[peer.name] = peer
-    if "eager" not in left_out:
-        decoders["eager, plain"] = skipstone_decoder("eager", "autoregressive")
-    decoders["native, plain"] = skipstone_decoder("native", "autoregressive")
-    decoders.update({f"native, {method}": skipstone_decoder("native", method) for method in args.method})
-
-    def decode_batch(new: int) -> tuple[list[list[int]], float]:
-        ids, mask = left_padded(prompts)
-        began = time.perf_counter()
-        options: dict[str, Any] = {"engine": "native", "max_new_tokens": new, "do_sample": False, "quantize": args.quantize}
-        out = skipstone.generate(model, ids, "autoregressive", attention_mask=mask, **options)
-        assert out.new_tokens is not None
-        return out.new_tokens, time.perf_counter() - began
-
-    measurements = measure(decoders, decode_batch, prompts, args.rounds, args.new)
-    weights = f"{model.dtype} weights{f', {args.quantize} on the native engine' if args.quantize else ''}"
-    report(measurements, len(prompts), args.new, weights)
-    runner = ModelRunner(model, "native", args.quantize)
-    print(f"\n{runner.engine.detail}")
-    report_shares(measurements, bytes_of_a_token(model, args.quantize, statistics.mean(map(len, prompts)) + args.new / 2))
-    report_passes(runner)
-
-
-def bytes_of_a_token(model: Any, quantize: str | None, length: float) -> float:
-    """Bytes that one token of plain decoding reads after `length` others: weights, keys and values."""
-    return quantised_bytes(model, quantize) + machine.kv_bytes(model) * length
-
-
-def measure(
-    decoders: dict[str, Callable[[list[int], int], Answer]],
-    decode_batch: Callable[[int], tuple[list[list[int]], float]],
-    prompts: list[list[int]],
-    rounds: int,
-    new: int,
-) -> Measurements:
-    """Time all decoders alternately, prompt by prompt, then all prompts as one batch. An untimed round warms up."""
-    batch = f"native, plain, batch of {len(prompts)}"
-    speeds: dict[str, list[float]] = {name: [] for name in (*decoders, batch)}
-    texts: dict[str, list[list[int]]] = {}
-    bandwidths = [machine.bandwidth(CPU)]
-    for round_number in range(rounds + 1):
-        answers: dict[str, list[Answer]] = {name: [] for name in decoders}
-        for ids in prompts:
-            for name, call in decoders.items():
-                answers[name].append(call(ids, new))
-        for name, row_answers in answers.items():
-            texts[name] = [ids for ids, _ in row_answers]
-            if round_number:
-                speeds[name].append(sum(len(ids) for ids, _ in row_answers) / sum(seconds for _, seconds in row_answers))
-        texts[batch], seconds = decode_batch(new)
-        if round_number:
-            speeds[batch].append(sum(map(len, texts[batch])) / seconds)
-        bandwidths.append(machine.bandwidth(CPU))
-    return Measurements(speeds, texts, [max(pair) for pair in pairwise(bandwidths[1:])])
-
-
-def report_shares(measurements: Measurements, token_bytes: float) -> None:
-    """Print the share of the speed that the memory allows, round by round. token_bytes: that a token reads."""
-    ceilings = [bandwidth / token_bytes for bandwidth in measurements.bandwidths]
-    print(
-        f"A token of plain decoding reads {token_bytes / 1e6:.1f} MB; {min(measurements.bandwidths) / 1e9:.1f} to "
-        f"{max(measurements.bandwidths) / 1e9:.1f} GB/s of memory allow {min(ceilings):.0f} to {max(ceilings):.0f} tokens/s."
-    )
-    for name, speeds in measurements.speeds.items():
-        if name == "native, plain" or name.startswith("llama.cpp"):
-            shares = [speed / ceiling for speed, ceiling in zip(speeds, ceilings, strict=True)]
-            print(f"{name}: {statistics.median(shares):.2f} ({min(shares):.2f}-{max(shares):.2f}) of that, round by round")
-
-
-def report(measurements: Measurements, prompts: int, new: int, weights: str) -> None:
-    """Print the table in Markdown. A ratio is the median of the rounds' ratios."""
-    print(f"{prompts} prompts x {new} tokens, {weights}")
-    yardsticks = [
-        name for name in measurements.speeds if name.startswith(("transformers", "llama.cpp")) or name == "native, plain"
-    ]
-    print(f"\n| | tokens/s | {' | '.join(f'x {name}' for name in yardsticks)} | texts of native, plain |")
-    print(f"| --- | --- | {'--- | ' * len(yardsticks)}--- |")
-    for name, speeds in measurements.speeds.items():
-        ratios = [statistics.median(a / b for a, b in zip(speeds, measurements.speeds[one], strict=True)) for one in yardsticks]
-        same = sum(a == b for a, b in zip(measurements.texts[name], measurements.texts["native, plain"], strict=True))
-        speed_range = f"{statistics.median(speeds):.1f} ({min(speeds):.1f}-{max(speeds):.1f})"
-        print(f"| {name} | {speed_range} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} | {same}/{prompts} |")
-
-
-@torch.inference_mode()
-def report_passes(runner: ModelRunner) -> None:
-    """Print milliseconds of a pass with logits by its rows, and of a prefill without logits on both engines."""
-    ids = torch.arange(max(CONTEXT + 32, PREFILL))[None] % runner.embeddings
-
-    def run(model: ModelRunner, store: KVCache, start: int, stop: int, logits: bool) -> float:
-        positions, began = torch.arange(start, stop)[None], time.perf_counter()
-        at = Pass(positions, positions, None, slice(0, 1), stop, start)
-        hidden = model.run(model.embed(ids[:, start:stop], positions), at, store, range(model.depth))
-        if logits:
-            model.logits(hidden)
-        return 1000 * (time.perf_counter() - began)
-
-    def store_of(model: ModelRunner) -> KVCache:
-        store = KVCache(1, model.depth, PREFILL)
-        store.reserve(PREFILL)
-        return store
-
-    store = store_of(runner)
-    run(runner, store, 0, CONTEXT, True)
-    widths = (1, 2, 4, 8, 16, 32)
-    times: dict[int, list[float]] = {rows: [] for rows in widths}
-    for _ in range(REPEATS):
-        for rows in widths:
-            times[rows].append(run(runner, store, CONTEXT, CONTEXT + rows, True))
-    print(f"\n| rows of a pass | {' | '.join(map(str, widths))} |\n| --- | {'--- | ' * len(widths)}")
-    print(f"| ms | {' | '.join(f'{statistics.median(times[rows]):.2f}' for rows in widths)} |")
-    print(f"| least ms | {' | '.join(f'{min(times[rows]):.2f}' for rows in widths)} |")
-    if runner.max_positions >= PREFILL:
-        runners = {"native": runner}
-        if not isinstance(runner.model, MappedModel):
-            runners["eager"] = ModelRunner(runner.model, "eager")
-        stores = {name: store_of(model) for name, model in runners.items()}
-        prefill_times: dict[str, list[float]] = {name: [] for name in runners}
-        for _ in range(6):
-            for name, model in runners.items():
-                prefill_times[name].append(run(model, stores[name], 0, PREFILL, False))
-        prefill_text = ", ".join(f"{name} {min(values):.1f} ms" for name, values in prefill_times.items())
-        print(f"\nprefill of {PREFILL} tokens, the least of six: {prefill_text}")
+    print(f"\n{cpu()}, {asked.threads} threads, {asked.rounds} rounds; other programs used {busy_share:.0%} of the processors' time")
 
 
 if __name__ == "__main__":
