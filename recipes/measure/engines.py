@@ -3,15 +3,16 @@
     python recipes/measure/engines.py [MODEL] [--ours "quantize=int8" ...] [--llama-cpp FOLDER --gguf FILE ...]
         [--openvino PYTHON --ir FOLDER ...] [--transformers] [--rounds 5]
 
-Every row runs in processes of its own, which take turns in every round. Each one decodes 64 tokens plainly after a prompt of one
-token, and prefills 512 tokens, three times after an untimed time. Then it computes passes of 1 to 32 rows with logits behind 150
-tokens. --ours: settings of `skipstone.load` for a row, separated by spaces; several times. "" is the model as stored. FOLDER has
-llama.cpp's llama-bench, whose rows are FILEs. PYTHON has openvino-genai, whose rows are models in the FOLDERs. --transformers adds
-a row of transformers' `generate`. SKIPSTONE_NATIVE_LEVEL names another instruction set for our rows.
+Every row runs in processes of its own, which take turns in every round. Each one decodes 64 tokens plainly after a prompt of
+one token, and prefills 512 tokens, three times after an untimed time. Then it computes passes of 1 to 32 rows with logits
+behind 150 tokens. --ours: settings of `skipstone.load` for a row, separated by spaces; several times. "" is the model as
+stored. SKIPSTONE_NATIVE_LEVEL names another instruction set for our rows. --llama-cpp: the folder of llama-bench; every FILE is
+a row. --openvino: a Python that has openvino-genai; every FOLDER of a model is a row. --transformers adds a row of
+transformers' `generate`.
 
 Prints two Markdown tables with medians of the rounds and their range, and the processor's name. A ratio is the median of the
-rounds' ratios to the row of ours that comes first. *bandwidth* is the share of what the memory's speed, measured afterwards,
-allows a token that reads all weights. *peak* is the largest resident memory, mapped files included. Measure on an idle machine.
+rounds' ratios to the first row. *bandwidth* is the share of what the memory's speed, measured afterwards, allows a token that
+reads all weights. *peak* is the largest resident memory, mapped files included. Measure on an idle machine.
 """
 
 import argparse
@@ -109,7 +110,7 @@ def transformers_speeds(model_name: str) -> Speeds:
 
     from skipstone.engines.loading import load
 
-    model, _ = load(model_name or None)
+    model: Any = load(model_name or None)[0]
     model.generation_config.eos_token_id = None
 
     def seconds(prompt: int, new: int) -> float:
@@ -156,8 +157,14 @@ def llama_cpp_speeds(folder: Path, path: Path, threads: int) -> Speeds:
     (prefill, decoding), peak = output_of([*command, "-p", str(PREFILL), "-n", str(DECODED), "-r", str(REPEATS)])
     rows = ",".join(map(str, WIDTHS))
     passes, _ = output_of([*command, "-p", rows, "-n", "0", "-d", str(CONTEXT), "-r", str(PASSES)])
-    medians = [statistics.median(one["samples_ts"]) for one in (decoding, prefill, *passes)]
-    return Speeds(*medians[:2], [1000 * rows / speed for rows, speed in zip(WIDTHS, medians[2:], strict=True)], None, peak)
+    times = [1000 * rows / statistics.median(one["samples_ts"]) for rows, one in zip(WIDTHS, passes, strict=True)]
+    decoded, prefilled = (statistics.median(one["samples_ts"]) for one in (decoding, prefill))
+    return Speeds(decoded, prefilled, times, None, peak)
+
+
+def own_command(model_name: str, row: str) -> list[str]:
+    """A process that writes the speeds of a row of ours, or of "transformers"."""
+    return [sys.executable, __file__, model_name, "--worker", row]
 
 
 def speeds_of(command: list[str]) -> Speeds:
@@ -213,12 +220,11 @@ def main() -> None:
     if asked.worker is not None:
         print(json.dumps(skipstone_speeds(asked.model, dict(word.split("=") for word in asked.worker.split()))))
         return
-    own = [sys.executable, __file__, asked.model, "--worker"]
     rows: dict[str, Callable[[], Speeds]] = {}
     for settings in asked.ours or [""]:
-        rows[f"skipstone {settings}"] = partial(speeds_of, [*own, settings])
+        rows[f"skipstone {settings}"] = partial(speeds_of, own_command(asked.model, settings))
     if asked.transformers:
-        rows["transformers"] = partial(speeds_of, [*own, "transformers"])
+        rows["transformers"] = partial(speeds_of, own_command(asked.model, "transformers"))
     for path in asked.gguf:
         rows[f"llama.cpp {path.name}"] = partial(llama_cpp_speeds, asked.llama_cpp, path, asked.threads)
     for path in asked.ir:
@@ -233,7 +239,7 @@ def main() -> None:
     report({name: [turn[name] for turn in turns] for name in rows})
     from skipstone.lab.timing.machine import cpu  # which imports torch
 
-    print(f"\n{cpu()}, {asked.threads} threads, {asked.rounds} rounds; other programs used {busy_share:.0%} of the processors' time")
+    print(f"\n{cpu()}, {asked.threads} threads, {asked.rounds} rounds; other programs used {busy_share:.0%} of the time")
 
 
 if __name__ == "__main__":

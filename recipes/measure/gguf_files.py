@@ -3,29 +3,25 @@
     python recipes/measure/gguf_files.py FILE.gguf ... --llama-cpp FOLDER [--methods autoregressive auto] [--rounds 5]
 
 FOLDER has llama.cpp's programs llama-bench and llama-completion. Prints two Markdown tables with medians of the rounds, and the
-processor's name. The first table has tokens per second of plain decoding (128 tokens without a prompt) and of a prefill of 512
-tokens; a ratio is the median of the rounds' ratios. The second table has the starts of start.py: seconds from the start of a
+processor's name. The first table has tokens per second of plain decoding and of a prefill of 512 tokens, as engines.py measures
+them; a ratio is the median of the rounds' ratios. The second table has the starts of start.py: seconds from the start of a
 process to its first and its 64th token, with an empty cache and with what the first start has left, and the peak of memory. The
 row of imports is what Python's libraries take of both. Measure on an idle machine.
 """
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
+from engines import PREFILL, Speeds, llama_cpp_speeds, own_command, speeds_of
 from start import IMPORTS, NEW_TOKENS, PROMPT, Start, command_of, started
 
 from skipstone.utils.processor_watch import was_busy
 
-DECODED, PREFILL = 128, 512
 WRITES_MEMORY = """
 import mmap, sys
 pages = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -33,46 +29,6 @@ pages.madvise(mmap.MADV_HUGEPAGE)
 pages.write(bytes(len(pages)))
 print(flush=True)
 """
-REPEATS = 3
-"""Measurements of each process."""
-Speeds = tuple[float, float]
-"""Tokens per second: of decoding, and of a prefill."""
-
-
-def skipstone_speeds(path: Path) -> Speeds:
-    """The speeds of a model in this process, medians after an untimed measurement."""
-    import torch  # not in the process that starts others: its memory would count in their peaks
-
-    import skipstone
-    from skipstone.engines.mapped_loading import load_for_decoding
-
-    model, _ = load_for_decoding(path)
-
-    def seconds(prompt: int, new: int) -> float:
-        options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
-        ids, began = torch.arange(prompt)[None] % 256, time.perf_counter()
-        skipstone.generate(model, ids, "autoregressive", attention_mask=torch.ones_like(ids), **options)
-        return time.perf_counter() - began
-
-    times = [(seconds(1, DECODED), seconds(PREFILL, 1)) for _ in range(REPEATS + 1)][1:]
-    decoding, prefill = (statistics.median(values) for values in zip(*times, strict=True))
-    return DECODED / decoding, PREFILL / prefill
-
-
-def output_of(command: list[str]) -> Any:
-    """What a command writes, as JSON."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-    return json.loads(done.stdout)
-
-
-def llama_cpp_speeds(folder: Path, path: Path, threads: int) -> Speeds:
-    """The speeds of llama-bench, which warms up by itself."""
-    command = [str(folder / "llama-bench"), "-m", str(path), "-p", str(PREFILL), "-n", str(DECODED), "-t", str(threads)]
-    command += ["-r", str(REPEATS), "-o", "json"]
-    prefill, decoding = (statistics.median(row["samples_ts"]) for row in output_of(command))
-    return decoding, prefill
 
 
 def measure_starts(path: Path, methods: Iterable[str], peer: list[str]) -> dict[tuple[str, ...], Start]:
@@ -97,8 +53,8 @@ def report(path: Path, speeds: list[tuple[Speeds, Speeds]], starts: list[dict[tu
     """Print the tables of one file. speeds: of skipstone and of llama.cpp, round by round."""
     print(f"\n### {path.name}, {path.stat().st_size / 1e6:.0f} MB\n")
     print("| tokens/s | skipstone | llama.cpp | ratio |\n" + "| --- " * 4 + "|")
-    for index, name in enumerate(("decoding", f"prefill of {PREFILL}")):
-        ours, theirs = ([speed[index] for speed in column] for column in zip(*speeds, strict=True))
+    for field, name in (("decoding", "decoding"), ("prefill", f"prefill of {PREFILL}")):
+        ours, theirs = ([getattr(one, field) for one in column] for column in zip(*speeds, strict=True))
         ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
         cells = (f"{statistics.median(column):.1f} ({min(column):.1f}-{max(column):.1f})" for column in (ours, theirs))
         print(f"| {name} | {' | '.join(cells)} | {ratio:.2f} |")
@@ -116,11 +72,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["autoregressive", "auto"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    if asked.worker:
-        print(json.dumps(skipstone_speeds(asked.files[0])))
-        return
     if asked.llama_cpp is None:
         parser.error("--llama-cpp is the folder of llama.cpp's programs")
     options = ["-n", str(NEW_TOKENS), "-t", str(asked.threads), "--temp", "0"]
@@ -130,8 +82,8 @@ def main() -> None:
         peer = [str(asked.llama_cpp / "llama-completion"), "-m", str(path), "-p", PROMPT, *options]
         speeds, starts = [], []
         for _ in range(asked.rounds):
-            ours = output_of([sys.executable, __file__, str(path), "--worker"])
-            speeds.append((tuple(ours), llama_cpp_speeds(asked.llama_cpp, path, asked.threads)))
+            ours = speeds_of(own_command(str(path), ""))
+            speeds.append((ours, llama_cpp_speeds(asked.llama_cpp, path, asked.threads)))
             starts.append(measure_starts(path, asked.methods, peer))
         report(path, speeds, starts)
         busy_shares += [start.busy_share for round_of_starts in starts for start in round_of_starts.values()]

@@ -18,6 +18,8 @@ from tests.helpers.machine import prompt
 from tests.helpers.pairwise import round_robin, slow_except
 
 TEXTS = [prompt(length, seed=length) for length in (9, 14, 6)]
+CLAIMS = ["passes", "exit", "trees", "batch", "thread", *["instructions"][: len(library.levels()) - 1]]
+"""A word of every claim. Only a machine with several levels has the last one."""
 needs_native = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -27,7 +29,7 @@ def broken(runner: ModelRunner) -> set[str]:
 
 
 def short(title: str) -> str:
-    return next(word for word in ("passes", "exit", "trees", "batch", "thread") if word in title)
+    return next(word for word in CLAIMS if word in title)
 
 
 class BitsOnly(Checker):
@@ -47,7 +49,7 @@ def checked(engine: str, monkeypatch: pytest.MonkeyPatch) -> list[ProbeResult]:
 def test_every_claim_holds_on_the_native_engine(name: str, dtype: torch.dtype) -> None:
     runner = ModelRunner(families.build(name).to(dtype), "native")
     claims = BatchInvarianceCheck(runner, TEXTS).claims()
-    assert [short(title) for title, _ in claims] == ["passes", "exit", "trees", "batch", "thread"]
+    assert [short(title) for title, _ in claims] == CLAIMS
     for title, claim in claims:
         found = claim()
         assert found.fault is None, title
@@ -59,12 +61,13 @@ Wrong = Callable[[Any, Tensor, Any, range], bool]
 """Of (engine, hidden states [b, n, d], pass, layers): whether this pass comes out wrong."""
 
 MISTAKES: dict[str, tuple[Wrong, set[str]]] = {
-    "a neighbour": (lambda _, hidden, *__: hidden.shape[1] > 1, {"passes", "exit", "trees", "batch", "thread"}),
+    "a neighbour": (lambda _, hidden, *__: hidden.shape[1] > 1, {*CLAIMS}),
     "many neighbours": (lambda _, hidden, *__: hidden.shape[1] == 33, {"passes"}),
     "another row": (lambda _, hidden, *__: hidden.shape[0] > 1, {"batch"}),
     "a sibling": (lambda _, __, at, ___: at.tree is not None, {"trees"}),
     "late layers in wide passes": (lambda _, hidden, __, layers: hidden.shape[1] > 1 and layers.start > 0, {"exit"}),
     "a second thread": (lambda engine, *_: engine.threads > 1, {"thread"}),
+    "other instructions": (lambda engine, *_: engine.level != library.levels()[-1], {"instructions"} & {*CLAIMS}),
 }
 """What the row of an engine depends on though it must not, and the claims that this breaks."""
 

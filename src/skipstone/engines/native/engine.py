@@ -118,8 +118,16 @@ class NativeEngine(Engine):
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         num_panels = -(-self._hidden // 16)  # of the narrowest products: further threads would have no work there
         self.threads = num_threads or min(cores(), num_panels)
-        level = self._library.sk_level().decode()
-        self.detail = f"C++, {level}, {description.weight_dtype} weights {how}, {self.threads} threads"
+        self.detail = f"C++, {self.level}, {description.weight_dtype} weights {how}, {self.threads} threads"
+
+    @property
+    def level(self) -> str:
+        """Instruction set of the library. Any of `library.levels()` can be set; every one computes the same bits."""
+        return self._library.sk_level().decode()
+
+    @level.setter
+    def level(self, name: str) -> None:
+        self._library = declare(library.load(name))
 
     @property
     def nbytes(self) -> int:

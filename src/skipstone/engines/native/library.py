@@ -23,13 +23,13 @@ class LibrarySearchResult(NamedTuple):
     missing: str | None
 
 
-def load() -> ctypes.CDLL:
-    """The native library, loaded once per process.
+def load(level: str | None = None) -> ctypes.CDLL:
+    """The native library of a level, by default of the best one or of the one that the environment names. Each is loaded once
+    per process.
 
-    RuntimeError with the sentence of `missing` if there is none. ValueError if SKIPSTONE_NATIVE_LEVEL names no level of this
-    CPU.
+    RuntimeError with the sentence of `missing` if there is none. ValueError if the level is none of this CPU.
     """
-    result = _search()
+    result = _search(level)
     if result.library is None:
         raise RuntimeError(result.missing)
     return result.library
@@ -43,9 +43,15 @@ def missing() -> str | None:
     return _search().missing
 
 
+def levels() -> list[str]:
+    """The levels of this CPU with a library, the lowest first."""
+    cpu = features()
+    return [level.name for level in build.levels() if level.features <= cpu and _search(level.name).library is not None]
+
+
 @functools.cache
-def _search() -> LibrarySearchResult:
-    return find(build.HERE, features(), os.environ.get(VARIABLE))
+def _search(level: str | None = None) -> LibrarySearchResult:
+    return find(build.HERE, features(), level or os.environ.get(VARIABLE))
 
 
 def features() -> frozenset[str]:

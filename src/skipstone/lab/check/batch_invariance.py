@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,15 @@ from torch import Tensor, nn
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.quantised_checkpoints import kernels
 
 LENGTH = 80  # tokens of the text, fewer if the model has fewer positions
 WIDTHS = (2, 3, 4, 8, 16, 33, 64)  # tokens of a pass
 ROUNDED_WIDTHS = (2, 8, 64)  # on an engine that promises nothing; enough to see how large differences are
-THREADED_WIDTHS = (1, 8, 64)  # of passes on another number of threads
+OTHER_WIDTHS = (1, 8, 64)  # of passes on another number of threads, or with other instructions
 RAGGED_LENGTHS = (80, 53, 27)  # tokens of the texts of a batch
 MAX_ROW_TOKENS = 8  # of a row in a pass of the batch
 TREES = 2
@@ -89,14 +92,12 @@ class LogitsComparison:
 class BatchInvarianceCheck:
     """The claims about one model on its engine.
 
-    promised: whether the engine promises that all claims hold. threads: the number of its threads, or None if it has none of
-    its own.
+    promised: whether the engine promises that all claims hold.
     """
 
     def __init__(self, runner: ModelRunner, texts: Sequence[Tensor]) -> None:
         """texts: [T] int64 ids each, which are joined, and repeated if they are short."""
         self.runner, self.promised = runner, runner.engine.row_exact
-        self.threads: int | None = getattr(runner.engine, "threads", None)
         length = min(LENGTH, runner.max_positions)
         repeated = repeat_text(torch.cat([text.cpu() for text in texts]), 2 * length)
         starts = (index * length // len(RAGGED_LENGTHS) for index in range(len(RAGGED_LENGTHS)))
@@ -106,16 +107,19 @@ class BatchInvarianceCheck:
 
     def claims(self) -> list[tuple[str, Callable[[], LogitsComparison]]]:
         """(claim about the logits of a token, the comparison that tests it)."""
-        widths, most = self._possible(WIDTHS), max(2, self.threads or 0)
-        listed = ", ".join(map(str, widths[:-1])) + f" and {widths[-1]}" if widths[1:] else "more"
+        widths, engine = self._possible(WIDTHS), self.runner.engine
+        listed = _listed(widths) if widths[1:] else "more"
         claims: dict[str, Callable[[], LogitPairs]] = {
             f"the same bits alone and in passes of {listed} rows": partial(self._in_widths, widths),
             "the same bits alone and behind an exit, whose layers drafted": self._behind_exit,
             f"the same bits alone and on the branches of {TREES} random trees": self._on_trees,
             f"the same bits alone and in a ragged batch of {len(self._texts)}": self._in_ragged_batch,
         }
-        if self.threads is not None:
-            claims[f"the same bits on 1 thread and on {most}"] = partial(self._on_threads, {1, most})
+        if isinstance(engine, NativeEngine):
+            most = max(2, engine.threads)
+            claims[f"the same bits on 1 thread and on {most}"] = partial(self._with, "threads", {1, most})
+            if (levels := library.levels())[1:]:
+                claims[f"the same bits with the instructions of {_listed(levels)}"] = partial(self._with, "level", levels)
         return [(claim, lambda pairs=pairs: LogitsComparison(pairs())) for claim, pairs in claims.items()]
 
     def difference(self) -> LogitsComparison:
@@ -182,14 +186,20 @@ class BatchInvarianceCheck:
                 yield logits[columns], torch.cat([*run_in_passes(runner, store, tokens[columns], 1)])
                 store.length[0] = self._before_tree
 
-    def _on_threads(self, counts: set[int]) -> LogitPairs:
+    def _with(self, name: str, values: Iterable[Any]) -> LogitPairs:
+        """With each of these values of an attribute of the engine."""
         expected, engine = self._alone[0], self.runner.engine
+        own = getattr(engine, name)
         try:
-            for threads in counts:
-                setattr(engine, "threads", threads)  # noqa: B010, not every engine has threads
-                yield from ((self._logits(self._texts[0], width), expected) for width in THREADED_WIDTHS)
+            for value in values:
+                setattr(engine, name, value)
+                yield from ((self._logits(self._texts[0], width), expected) for width in OTHER_WIDTHS)
         finally:
-            setattr(engine, "threads", self.threads)  # noqa: B010
+            setattr(engine, name, own)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" and {values[-1]}"
 
 
 ROWS = 32  # tokens of the text in the comparison of sums
