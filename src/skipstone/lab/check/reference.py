@@ -56,7 +56,7 @@ class Reference:
 
     def __init__(self, model: Any, rounds_inputs: bool) -> None:
         self._model, self._rounds_inputs = model, rounds_inputs
-        needed = sum(one.numel() for one in model.parameters()) * (torch.float64.itemsize + torch.float32.itemsize)
+        needed = sum(one.numel() for one in model.parameters()) * torch.float64.itemsize
         if (available := available_memory_bytes()) < needed:
             sizes = f"needs {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are free"
             raise ValueError(f"the reference of {model.config.name_or_path} {sizes}: end other programs")
@@ -64,14 +64,10 @@ class Reference:
     @cached_property
     def precise(self) -> Any:
         """In float64."""
-        return self._made(torch.float64)
+        return self.copy_in(torch.float64)
 
-    @cached_property
-    def single(self) -> Any:
-        """In float32."""
-        return self._made(torch.float32)
-
-    def _made(self, dtype: torch.dtype) -> Any:
+    def copy_in(self, dtype: torch.dtype) -> Any:
+        """A copy of the model in this dtype."""
         if isinstance(self._model, MappedModel):
             with torch_defaults.loading():
                 made: Any = unpacked_model(self._model, dtype, attn_implementation="eager").eval()
@@ -129,7 +125,7 @@ class Reference:
     def scores(self, model: Any, prompt: Tensor, text: list[int]) -> Tensor:
         """[n, V] float64: scores of the tokens of a text after its prompt [T], each after the engine's own text before it.
 
-        model: `precise` or `single`."""
+        model: `precise`, or a copy in float32."""
         ids = torch.cat([prompt, torch.tensor(text[:-1], dtype=prompt.dtype, device="cpu")])[None]
         return model(ids, logits_to_keep=len(text)).logits[0].double()
 
