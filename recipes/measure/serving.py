@@ -1,13 +1,15 @@
-"""Speed and latency of a server under load by concurrent streaming clients.
+"""Speed and latency of servers under load by concurrent streaming clients.
 
     skipstone serve MODEL --port 8000 --max-waiting 256      # in another terminal; or llama.cpp's server
-    python recipes/measure/serving.py --prompts FILE.jsonl [--url http://127.0.0.1:8000] [--clients 1 8 50] [--seconds 60]
-        [--new 60] [--speculative off] [--tokenizer FOLDER] [--fresh 0.5]
+    python recipes/measure/serving.py --prompts FILE.jsonl [--url http://127.0.0.1:8000 ...] [--clients 1 8 50] [--seconds 20]
+        [--rounds 3] [--new 60] [--speculative off] [--tokenizer FOLDER] [--fresh 0.5]
 
 FILE: lines with a "prompt". FOLDER: a tokenizer's; prompts are then sent as token ids, equal for every server. --fresh: share
-of the requests that get a random first line, so that no server knows their prompts. Prints for every number of clients: tokens
-per second, milliseconds to the first token, per further token and between chunks (median and 95th percentile), and errors. All
-answers are greedy, so each answer to a prompt must equal the first one.
+of the requests that get a random first line, so that no server knows their prompts. The servers take turns, --seconds for
+each number of clients in every round, and get the same requests. A server that has answered a run needs another --seed. Prints
+for every number of clients and server: tokens per second (median of the rounds and range), milliseconds to the first token, per
+further token and between chunks (median and 95th percentile), and errors. All answers are greedy, so each answer to a prompt
+must equal the server's first one.
 """
 
 import argparse
@@ -28,10 +30,12 @@ from transformers import AutoTokenizer
 
 @dataclass
 class ClientStatistics:
-    """Measurements of all clients. first, each, between: seconds to the first token of an answer, per further token, and
-    between its chunks. texts: the first answer to every prompt. differing: number of later answers with another text."""
+    """Measurements of all clients of a server. speeds: tokens per second of every round. first, each, between: seconds to the
+    first token of an answer, per further token, and between its chunks. texts: the first answer to every prompt. differing:
+    number of later answers with another text."""
 
     tokens: int = 0
+    speeds: list[float] = field(default_factory=list)
     answers: int = 0
     refused: int = 0
     differing: int = 0
@@ -77,18 +81,27 @@ async def one_answer(client: httpx.AsyncClient, prompt: Prompt, body: dict[str, 
 
 
 async def load(
-    url: str, texts: list[str], encode: Encode, clients: int, seconds: float, fresh_share: float, body: dict[str, Any]
-) -> tuple[ClientStatistics, float]:
-    """Run clients, each with one request at a time. Returns their measurements and the seconds."""
-    results, began = ClientStatistics(), time.perf_counter()
+    results: ClientStatistics,
+    url: str,
+    clients: int,
+    prompts: list[Prompt],
+    encode: Encode,
+    seed: str,
+    asked: argparse.Namespace,
+) -> None:
+    """Run clients, each with one request at a time, and add their measurements."""
+    began, tokens = time.perf_counter(), results.tokens
+    body = {"max_tokens": asked.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    body |= {"speculative": asked.speculative} if asked.speculative else {}
 
     async def client(number: int) -> None:
-        turn, numbers = number, random.Random(f"{time.time()} {number}")
-        fresh = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after a hundred requests
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=fresh) as http:
-            while time.perf_counter() - began < seconds:
-                text, is_fresh = texts[turn % len(texts)], numbers.random() < fresh_share
-                prompt = encode(f"{numbers.getrandbits(32)}\n{text}" if is_fresh else text)
+        turn, numbers = number, random.Random(f"{seed} {number}")
+        limits = httpx.Limits(max_keepalive_connections=0)  # some servers close a connection after a hundred requests
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+            while time.perf_counter() - began < asked.seconds:
+                prompt: Any = prompts[turn % len(prompts)]
+                if numbers.random() < asked.fresh:
+                    prompt = encode(f"{numbers.getrandbits(32)}\n") + prompt
                 try:
                     await one_answer(http, prompt, body, results)
                 except (httpx.HTTPError, RuntimeError) as error:
@@ -96,7 +109,7 @@ async def load(
                 turn += 1
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return results, time.perf_counter() - began
+    results.speeds.append((results.tokens - tokens) / (time.perf_counter() - began))
 
 
 def format_milliseconds(values: list[float]) -> str:
@@ -108,32 +121,39 @@ def format_milliseconds(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--url", nargs="+", default=["http://127.0.0.1:8000"])
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 50])
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=60)
     parser.add_argument("--speculative")
     parser.add_argument("--tokenizer")
     parser.add_argument("--fresh", type=float, default=0.0)
-    args = parser.parse_args()
-    texts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines()]
-    encode: Encode = str
-    if args.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        encode = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
-    body = {"max_tokens": args.new, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    body |= {"speculative": args.speculative} if args.speculative else {}
-    columns = ("clients", "tokens a second", "to the first token, ms (p95)", "each further one", "between chunks")
+    parser.add_argument("--seed", default="0")
+    asked = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(asked.tokenizer) if asked.tokenizer else None
+
+    def encode(text: str) -> Prompt:
+        return tuple(tokenizer(text)["input_ids"]) if tokenizer else text
+
+    prompts = [encode(json.loads(line)["prompt"]) for line in asked.prompts.read_text(encoding="utf-8").splitlines()]
+    columns = ("clients", "server", "tokens/s", "to the first token, ms (p95)", "each further one", "between chunks")
     columns += ("answers", "429", "errors", "other texts")
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
-    for clients in args.clients:
-        results, seconds = asyncio.run(load(args.url, texts, encode, clients, args.seconds, args.fresh, body))
-        counts = f"{results.answers} | {results.refused} | {len(results.errors)} | {results.differing}"
-        times = " | ".join(format_milliseconds(each) for each in (results.first, results.each, results.between))
-        print(f"| {clients} | {results.tokens / seconds:.0f} | {times} | {counts} |")
-        for error in results.errors[:3]:
-            print(error)
+    for num_clients in asked.clients:
+        of_servers = {url: ClientStatistics() for url in asked.url}
+        for number in range(asked.rounds):
+            seed = f"{asked.seed} {num_clients} {number}"
+            for url, results in of_servers.items():
+                asyncio.run(load(results, url, num_clients, prompts, encode, seed, asked))
+        for url, results in of_servers.items():
+            speeds = f"{median(results.speeds):.0f} ({min(results.speeds):.0f}-{max(results.speeds):.0f})"
+            counts = f"{results.answers} | {results.refused} | {len(results.errors)} | {results.differing}"
+            times = " | ".join(format_milliseconds(each) for each in (results.first, results.each, results.between))
+            print(f"| {num_clients} | {url} | {speeds} | {times} | {counts} |", flush=True)
+            for error in results.errors[:3]:
+                print(error)
 
 
 if __name__ == "__main__":
