@@ -37,7 +37,7 @@ HYPERTHREADS = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "
     ("affinity", "groups", "siblings", "limits", "expected"),
     [
         ({0, 1, 2}, "", {}, {}, 3),
-        (set(range(100)), "", {}, {}, threads.MAX_THREADS),
+        (set(range(100)), "", {}, {}, 100),
         (set(range(8)), "", HYPERTHREADS, {}, 4),
         ({0, 2, 4, 5}, "", HYPERTHREADS, {}, 3),
         (set(range(8)), "0::/", {}, {"cpu.max": "max 100000"}, 8),
@@ -55,7 +55,7 @@ HYPERTHREADS = {0: "0,4", 1: "1,5", 2: "2,6", 3: "3,7", 4: "0,4", 5: "1,5", 6: "
     ],
     ids=[
         "affinity",
-        "at most 64",
+        "more than the engine has threads",
         "siblings once",
         "siblings in the mask",
         "no quota",
@@ -86,7 +86,7 @@ def test_all_cores_that_the_process_may_use_are_taken(
 
 
 @pytest.mark.skipif(library.missing() is not None, reason="the native engine does not run here")
-@pytest.mark.parametrize(("cores", "hidden", "expected"), [(3, 64, 3), (64, 64, 4), (64, 40, 3), (1, 64, 1)])
+@pytest.mark.parametrize(("cores", "hidden", "expected"), [(3, 64, 3), (64, 64, 4), (64, 40, 3), (1, 64, 1), (100, 1056, 64)])
 def test_no_thread_is_without_work(cores: int, hidden: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product computes 16 outputs at a time."""
     monkeypatch.delenv(threads.VARIABLE, raising=False)

@@ -29,7 +29,7 @@ from skipstone.engines.native.structs import (
     check,
     declare,
 )
-from skipstone.engines.native.threads import cores, requested_number
+from skipstone.engines.native.threads import MAX_THREADS, cores, requested_number
 from skipstone.engines.native.weights import BLOCKS, ROUNDED, TYPES, NativeWeights, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
@@ -117,7 +117,7 @@ class NativeEngine(Engine):
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
         self._no_tensor = torch.empty(0, dtype=torch.float32, device=CPU)
         num_panels = -(-self._hidden // 16)  # of the narrowest products: further threads would have no work there
-        self.threads = num_threads or min(cores(), num_panels)
+        self.threads = num_threads or min(cores(), num_panels, MAX_THREADS)
         self.detail = f"C++, {self.level}, {description.weight_dtype} weights {how}, {self.threads} threads"
 
     @property

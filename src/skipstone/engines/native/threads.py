@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 VARIABLE = "SKIPSTONE_THREADS"
-"""Environment variable for the number of threads of the native engine; by default that of `cores`."""
+"""Environment variable for the number of threads of the native engine; by default that of `cores`, at most MAX_THREADS."""
 MAX_THREADS = 64  # of the library
 
 
@@ -20,7 +20,7 @@ def requested_number() -> int | None:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Number of physical cores that this process may use, from 1 to MAX_THREADS.
+    """Number of physical cores that this process may use, at least 1.
 
     It counts the CPUs of the process's affinity mask, siblings on one core once, and the whole CPUs of its cgroups' quotas.
     root: the folder that has `sys` and `proc`.
@@ -28,7 +28,7 @@ def cores(root: Path = Path("/")) -> int:
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     topology = root / "sys/devices/system/cpu"
     siblings = {_read(topology / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
-    return max(1, int(min(len(siblings), _cpu_quota(root), MAX_THREADS)))
+    return max(1, int(min(len(siblings), _cpu_quota(root))))
 
 
 def _cpu_quota(root: Path) -> float:

@@ -180,7 +180,7 @@ class NativeWeights:
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._rounds_inputs = rounds_inputs
-        self._threads = threads.requested_number() or threads.cores()
+        self._threads = threads.requested_number() or min(threads.cores(), threads.MAX_THREADS)
         self._pause = pause
         is_mapped = isinstance(model, MappedModel)
         self._chunks, self._head = memory or PanelMemory(), description.head
