@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import skipstone
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.speculative import Speculative
 from skipstone.models.fingerprint import fingerprint
@@ -32,7 +32,7 @@ IDS = families.prompts(1)[0][None]
 def given_up(name: str = "llama", dtype: torch.dtype = torch.float32, quantize: str | None = None, **more: Any) -> Any:
     """A model after the native engine took its weights over."""
     model = families.build(name, **more).to(dtype)
-    attach(model, quantize=quantize, keep_weights=False)
+    attach(model, EngineOptions(quantize=quantize, keep_weights=False))
     assert ModelRunner(model).engine.name == "native"
     assert is_packed(model)
     return model
@@ -140,7 +140,7 @@ def test_copies_checkpoints_and_moved_models_are_plain(tie: bool, tmp_path: Path
     assert not is_packed(model)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
     assert torch.equal(model(IDS).logits, before(IDS).logits)
-    attach(model, keep_weights=True)
+    attach(model, EngineOptions(keep_weights=True))
     assert_same_bits(chain(ModelRunner(model), text(), 5), chain(ModelRunner(before, "native"), text(), 5))
 
 
@@ -202,9 +202,9 @@ skipstone.load(keep_weights=False)  # the same code, with a small model
 torch.set_num_threads(1)
 before = status("VmRSS")
 from skipstone.engines.loading import load_model
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 model = load_model(sys.argv[1])
-attach(model, "native", sys.argv[3] if sys.argv[3] != "none" else None, keep_weights=sys.argv[2] == "True")
+attach(model, EngineOptions("native", None if sys.argv[3] == "none" else sys.argv[3], keep_weights=sys.argv[2] == "True"))
 if sys.argv[4] == "True":
     for one in model.parameters():
         one.data = one.data.clone()  # no longer in the file's mapping

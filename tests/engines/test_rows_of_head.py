@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.models.layer_variants import LAYER_VARIANTS
@@ -96,7 +96,7 @@ def test_native_logits_are_those_of_the_whole_head_bit_for_bit(family: str) -> N
 @pairwise(dtype=[torch.float32, torch.bfloat16, torch.float16], quantize=["none", "int8", "int4"], keep_weights=[True, False])
 def test_rows_of_packed_weights_are_exact(dtype: torch.dtype, quantize: str, keep_weights: bool) -> None:
     model = copy.deepcopy(families.cached("gemma2")).to(dtype)
-    attach(model, "native", quantize, keep_weights=keep_weights)
+    attach(model, EngineOptions("native", quantize, keep_weights=keep_weights))
     runner = ModelRunner(model)
     assert runner.engine.quantize == (None if quantize == "none" else quantize)
     assert_rows(runner, exactly=True)

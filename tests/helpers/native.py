@@ -53,7 +53,7 @@ def of_level(model: Any, level: str, compute_dtype: str | None = None) -> ModelR
     runner = ModelRunner(model, "eager")
     try:
         library.load = lambda: found.library  # pyright: ignore[reportAttributeAccessIssue]
-        runner.engine = NativeEngine(model, DecoderModel(model), compute_dtype=compute_dtype)
+        runner.engine = NativeEngine(model, DecoderModel(model), rounds_inputs=compute_dtype != "float32")
     finally:
         library.load = before
     runner.engine.threads, runner.dtype = 1, torch.float32

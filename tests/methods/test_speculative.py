@@ -16,7 +16,7 @@ from skipstone.decoding.loop import run
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
@@ -134,7 +134,7 @@ def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:
 def test_a_draft_model_keeps_its_own_options(model: Any) -> None:
     """An object that was quantised, and has given its weights up, drafts for a target that was not."""
     drafter = llama(seed=1)
-    attach(drafter, quantize="int8", keep_weights=False)
+    attach(drafter, EngineOptions(quantize="int8", keep_weights=False))
     ModelRunner(drafter)
     found = Speculative(drafter).draft_model_for(ModelRunner(model, kv_dtype="bfloat16"))
     assert (found.engine.quantize, found.engine_options.kv_dtype) == ("int8", "bfloat16")

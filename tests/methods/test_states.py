@@ -11,9 +11,12 @@ import torch
 import skipstone
 from skipstone.decoding import method_states
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
 from skipstone.methods.recycle import AdjacencyMatrix
 from skipstone.utils.limits import MAX_METHOD_STATES
 from tests.helpers import families
+
+NATIVE = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
 
 
 class Learnt:
@@ -41,6 +44,17 @@ def test_states_of_many_settings_are_kept_up_to_a_number_and_to_bytes_and_the_ot
         assert [one for one in made if one() is not None] == made[-left:]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("options", [{"engine": "eager"}, {"quantize": "int8"}, {"compute_dtype": "float32"}])
+@NATIVE
+def test_engines_of_other_arithmetic_have_states_of_their_own(options: Any) -> None:
+    model = families.build("llama").bfloat16()
+    usual, other = (
+        method_states.method_state(skipstone.Auto(), ModelRunner(model, **given), 1, None, lambda: Learnt(1))
+        for given in ({"engine": "native"}, options)
+    )
+    assert usual is not other
 
 
 def test_what_recycled_tokens_take_is_about_what_is_accounted() -> None:

@@ -34,7 +34,7 @@ def method_state(method: Any, model: ModelRunner, rows: int, more: Any, make: Ca
     """The state of a method on a model, for its present device, dtype and engine and a batch of `rows` rows.
 
     more: distinguishes further states. With and without `guard` a method has the same state."""
-    engine = model.engine.name, model.engine.quantize
+    engine = model.engine.name, model.engine.quantize, model.engine.compute_dtype
     return _STATES.get(model.model, (method.unguarded, rows, str(model.device), str(model.dtype), engine, more), make)
 
 

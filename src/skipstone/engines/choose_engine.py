@@ -14,7 +14,7 @@ from skipstone.engines.engine import COMPUTE_DTYPES, ENGINES, QUANTIZED, Engine
 from skipstone.engines.model_lock import RECOGNITION_LOCK
 from skipstone.engines.native import packed_cache
 from skipstone.engines.native.engine import NativeEngine, why_not
-from skipstone.engines.native.weights import quantised_bytes
+from skipstone.engines.native.weights import has_bfloat16_matrices, quantised_bytes
 from skipstone.models.decoder_model import DecoderModel, unwrapped
 from skipstone.models.device_map import hooks
 from skipstone.models.mapped_model import MappedModel
@@ -37,9 +37,10 @@ class EngineOptions:
     """Settings of a model's engine; None leaves a setting open.
 
     engine: one of ENGINES. quantize: "none", "int8" or "int4", for the native engine's weights. kv_dtype: of stored
-    keys and values, "float32" or "bfloat16". compute_dtype: of the inputs of the native engine's products with bfloat16
-    weights, "bfloat16", the default, or "float32". keep_weights: False frees the model's own weights once the native engine has
-    its copy. ValueError for another value.
+    keys and values, "float32" or "bfloat16". compute_dtype: "float32" rounds no input of a matrix product. "bfloat16" rounds
+    those of products with bfloat16 weights and needs such weights, unquantised, on the native engine. None rounds where
+    "bfloat16" could. keep_weights: False frees the model's own weights once the native engine has its copy. ValueError for
+    another value.
     """
 
     engine: str | None = None
@@ -62,9 +63,16 @@ class EngineOptions:
         return self.quantize not in (None, "none")
 
     @property
-    def computed(self) -> tuple[str | None, ...]:
-        """The options that decide about an engine. Quantised products have inputs of their own."""
-        return self.engine, self.quantize, None if self.quantizes else self.compute_dtype
+    def engine_key(self) -> tuple[str | None, str | None, bool]:
+        """Options with the same key have the same engine."""
+        may_round = self.engine in ("auto", "native") and not self.quantizes and self.compute_dtype != "float32"
+        return self.engine, self.quantize, may_round
+
+    @property
+    def for_drafts(self) -> "EngineOptions":
+        """These options of a target for weights that draft: they need not be in bfloat16, and are kept or not on their own."""
+        compute_dtype = None if self.compute_dtype == "bfloat16" else self.compute_dtype
+        return replace(self, compute_dtype=compute_dtype, keep_weights=None)
 
 
 def _expect_choice(source: str, value: str | None, choices: Any) -> None:
@@ -75,10 +83,9 @@ def _expect_choice(source: str, value: str | None, choices: Any) -> None:
 _ATTACHED: WeakKeyDictionary[Any, EngineOptions] = WeakKeyDictionary()
 
 
-def attach(model: Any, engine: str | None = None, quantize: str | None = None, **others: Any) -> None:
-    """Remember options of a model's engine for as long as the model lives. None keeps an earlier setting. others: of
-    `EngineOptions`."""
-    _ATTACHED[unwrapped(model)] = EngineOptions(engine, quantize, **others).over(attached(model))
+def attach(model: Any, options: EngineOptions) -> None:
+    """Remember options of a model's engine for as long as the model lives. None keeps an earlier setting."""
+    _ATTACHED[unwrapped(model)] = options.over(attached(model))
 
 
 def attached(model: Any) -> EngineOptions:
@@ -86,20 +93,16 @@ def attached(model: Any) -> EngineOptions:
     return _ATTACHED.get(unwrapped(model), EngineOptions())
 
 
-def options_for(model: Any, *given: str | None) -> EngineOptions:
+def options_for(model: Any, given: EngineOptions) -> EngineOptions:
     """All options of a model's engine: those given, then those attached to the model, then the environment's, then "auto",
-    "none" and "float32". given: engine, quantize, kv_dtype and compute_dtype. ValueError for an unknown name."""
-    environment = os.environ.get(VARIABLE), os.environ.get(KV_VARIABLE)
-    return _complete_options(given, _ATTACHED.get(model), *environment)
+    "none" and "float32". ValueError for an unknown name in the environment."""
+    return _complete_options(given, attached(model), os.environ.get(VARIABLE), os.environ.get(KV_VARIABLE))
 
 
 @cache
-def _complete_options(
-    given: tuple[str | None, ...], own: EngineOptions | None, engine: str | None, kv_dtype: str | None
-) -> EngineOptions:
+def _complete_options(given: EngineOptions, own: EngineOptions, engine: str | None, kv_dtype: str | None) -> EngineOptions:
     """`options_for`. own: the model's. engine, kv_dtype: the environment's."""
-    named = dict(zip(("engine", "quantize", "kv_dtype", "compute_dtype"), given, strict=True))
-    options = EngineOptions(**named).over(own or EngineOptions())
+    options = given.over(own)
     engine, kv_dtype = engine or "auto", kv_dtype or "float32"
     if options.engine is None:
         _expect_choice(VARIABLE, engine, ENGINES)
@@ -112,7 +115,7 @@ class PreparedModel:
     """The description of a model and its engines, valid while `state` is the current one. ValueError for a model that skipstone
     does not compute as the model does itself.
 
-    engines: (engine, why "auto" could not take the native engine or None) by `EngineOptions.computed`. methods:
+    engines: (engine, why "auto" could not take the native engine or None) by `EngineOptions.engine_key`. methods:
     decoding methods that were read and checked for the model, by their callers' arguments.
     """
 
@@ -125,7 +128,7 @@ class PreparedModel:
             from skipstone.engines.agreement import ensure
 
             ensure(model, self.description)
-        self.engines: dict[tuple[str | None, ...], tuple[Engine, str | None]] = {}
+        self.engines: dict[tuple[str | None, str | None, bool], tuple[Engine, str | None]] = {}
         self.methods: dict[Any, Any] = {}
         parts = list(model.modules())[1:]  # without the model itself, which would be kept alive
         self._hook_places = [vars(part) for part in parts] if any(map(hooks, parts)) or hooks(model) else []
@@ -141,21 +144,23 @@ class PreparedModel:
         """(the engine of a model, made once; why "auto" could not take the native engine, or None). version: of the current
         weights (`Engine.is_current`).
 
-        ValueError if the native engine is requested, by its name or by `quantize`, and cannot run the model.
+        ValueError if the native engine is requested, by its name or by `quantize`, and cannot run the model. ValueError if
+        `compute_dtype` is "bfloat16" and the engine would round nothing.
         """
-        chosen = self.engines.get(key := options.computed)
+        if options.compute_dtype == "bfloat16" and (reason := self._why_nothing_is_rounded(options, model)) is not None:
+            raise ValueError(f"compute_dtype='bfloat16', asked for now or when the model was loaded, needs {reason}")
+        chosen = self.engines.get(key := options.engine_key)
         if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # native may be possible now
             chosen = self.engines[key] = self._make_engine(options, model, version)
         return chosen
 
     def _make_engine(self, options: EngineOptions, model: Any, version: int | None) -> tuple[Engine, str | None]:
         if options.engine in ("eager", "compiled"):
-            for name, value in (("quantize", options.quantizes and options.quantize), ("compute_dtype", options.compute_dtype)):
-                if value:
-                    raise ValueError(
-                        f"{name}={value!r}, asked for now or when the model was loaded, needs the native engine, "
-                        f"found engine={options.engine!r}"
-                    )
+            if options.quantizes:
+                raise ValueError(
+                    f"quantize={options.quantize!r}, asked for now or when the model was loaded, needs the native engine, "
+                    f"found engine={options.engine!r}"
+                )
             return _engine_of_modules(options.engine, model, self.description), None
         reason = why_not(model, self.description)
         if options.engine == "native":
@@ -164,19 +169,36 @@ class PreparedModel:
             quantize = options.quantize if options.quantizes else None
             with setup_work(f"{quantize} copy" if quantize else "packed weights"):
                 mapped = None if quantize is None else self.map_copy(quantize, model)
-                return mapped or self.make_native(model, quantize, options), None
+                return mapped or self._make_native(model, options, version), None
         if reason is None:
             return self.choose_engine(EngineOptions("native").over(options), model, version)
         if options.quantizes:
             raise ValueError(f"quantize={options.quantize!r} needs the native engine, which cannot run this model: {reason}")
         return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
 
-    def make_native(
-        self, model: Any, quantize: str | None, options: EngineOptions, pause: Callable[[], None] | None = None
-    ) -> NativeEngine:
-        """A native engine that is not kept. options: its compute_dtype and keep_weights. pause: as in `NativeWeights`."""
-        keep_weights, compute_dtype = options.keep_weights is not False, None if quantize else options.compute_dtype
-        return NativeEngine(model, self.description, quantize, keep_weights, compute_dtype=compute_dtype, pause=pause)
+    def _why_nothing_is_rounded(self, options: EngineOptions, model: Any) -> str | None:
+        """What is missing for products that round their inputs; None if nothing is."""
+        if options.quantizes:
+            return f"weights that are not quantised, found quantize={options.quantize!r}"
+        if options.engine not in ("auto", "native"):
+            return f"the native engine, found engine={options.engine!r}"
+        if (reason := why_not(model, self.description)) is not None:
+            return f"the native engine, which cannot run this model: {reason}"
+        return None if has_bfloat16_matrices(model) else "bfloat16 weights, and this model has none"
+
+    def _make_native(self, model: Any, options: EngineOptions, version: int | None) -> NativeEngine:
+        """A native engine. It shares the panels of another one whose weights are not quantised either."""
+        keep_weights, rounds = options.keep_weights is not False, options.compute_dtype != "float32"
+        quantize = options.quantize if options.quantizes else None
+        others = (engine for engine, _ in self.engines.values() if isinstance(engine, NativeEngine))
+        same = (one for one in others if quantize is None is one.quantize and one.is_current(version))
+        return NativeEngine(
+            model, self.description, quantize, keep_weights, rounds_inputs=rounds, same_weights=next(same, None)
+        )
+
+    def make_copy(self, model: Any, quantize: str, pause: Callable[[], None]) -> NativeEngine:
+        """A native engine with quantised weights, which is not kept. pause: as in `NativeWeights`."""
+        return NativeEngine(model, self.description, quantize, pause=pause)
 
     @property
     def copies(self) -> dict[str, NativeEngine]:
@@ -186,7 +208,7 @@ class PreparedModel:
 
     def add_copy(self, quantize: str, engine: NativeEngine) -> None:
         """Keep a native engine with quantised weights."""
-        self.engines[EngineOptions("native", quantize).computed] = engine, None
+        self.engines[EngineOptions("native", quantize).engine_key] = engine, None
 
     def map_copy(self, quantize: str, model: Any) -> NativeEngine | None:
         """A native engine with quantised weights from the disk's cache, which is not kept; None if it has none."""

@@ -13,8 +13,9 @@ from skipstone.models.passes import Pass, SkipSet
 ENGINES = ("auto", "eager", "native", "compiled")
 """Values of the option `engine`. "auto" is native if that engine can run the model, else eager."""
 QUANTIZED = ("none", "int8", "int4")
-COMPUTE_DTYPES = ("float32", "bfloat16")
 """Values of the option `quantize`; "none" keeps the weights as they are stored."""
+COMPUTE_DTYPES = ("float32", "bfloat16")
+"""Values of the option `compute_dtype`; "float32" rounds no input of a matrix product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,11 @@ class Engine(ABC):
     rounds_inputs = False
     preparations = 0
     version: int | None = None
+
+    @property
+    def compute_dtype(self) -> str:
+        """One of COMPUTE_DTYPES: what the engine does, whatever the options leave open."""
+        return "bfloat16" if self.rounds_inputs else "float32"
 
     @abstractmethod
     def is_current(self, version: int | None) -> bool:

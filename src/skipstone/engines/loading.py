@@ -84,25 +84,26 @@ def load(  # noqa: PLR0913
     quantize: "int8" or "int4" quantises the native engine's copy of the weights; None or "none" does not.
     kv_dtype: of keys and values, "float32" or "bfloat16" (half the memory, rounded); None is the environment variable
     SKIPSTONE_KV, else float32.
-    compute_dtype: of the inputs of the native engine's products with bfloat16 weights. "bfloat16", as None, rounds them and
-    nothing else; CPUs with such products read prompts faster then. "float32" rounds nothing.
+    compute_dtype: "float32" rounds no input of a matrix product. "bfloat16" rounds those of the native engine's products with
+    bfloat16 weights and nothing else; CPUs with such products read prompts faster then. It needs that engine and such weights,
+    not quantised. None rounds wherever "bfloat16" could.
     keep_weights: False if only skipstone decodes with the model. The native engine's copy of the matrices is then the only one.
     A read unpacks it, and a change in place is a RuntimeError. Other engines keep the weights.
     generation_config: replaces the model's own generation_config.json, which is not read then.
 
-    OSError if nothing is found. ValueError for a corrupt or incomplete checkpoint, an invalid engine or dtype, a
-    quantize that the native engine cannot do for the model, and untested quantised kernels. ImportError with installation
+    OSError if nothing is found. ValueError for a corrupt or incomplete checkpoint, an invalid engine or dtype, a quantize or
+    compute_dtype that the native engine cannot do for the model, and untested quantised kernels. ImportError with installation
     advice if a package is missing.
     """
-    engine_options = EngineOptions(engine, quantize, kv_dtype, compute_dtype)  # validates before anything is loaded
+    name_of_engine = None if engine == "auto" else engine
+    engine_options = EngineOptions(name_of_engine, quantize, kv_dtype, compute_dtype, keep_weights)  # validates first
     if name is None:
         name, dtype = NANO, torch.float32 if dtype == "auto" else dtype
     options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= {"device": device, "device_map": device_map, "offload_folder": offload_folder, "tp_plan": tp_plan}
     options |= {"generation_config": generation_config}
     model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
-    own = {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype, "keep_weights": keep_weights}
-    attach(model, None if engine == "auto" else engine, quantize, **own)
+    attach(model, engine_options)
     if engine_options.quantizes or compute_dtype or not keep_weights:
         ModelRunner(model)  # quantises or raises, and gives the weights up
     return model, tokenizer

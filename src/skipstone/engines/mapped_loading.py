@@ -54,7 +54,8 @@ def load_for_decoding(  # noqa: PLR0913
     transformers. Arguments and errors are those of `loading.load`. cache: quantised weights may be read
     from the disk's cache, and written there. generation_config: makes that argument.
     """
-    EngineOptions(engine, quantize, kv_dtype, compute_dtype)  # validates
+    name_of_engine = None if engine == "auto" else engine
+    engine_options = EngineOptions(name_of_engine, quantize, kv_dtype, compute_dtype, keep_weights=False)  # validates
     keep_weights = others.pop("keep_weights", False)  # of a model that transformers loads
     wants_native = (os.environ.get(VARIABLE) or "auto" if engine == "auto" else engine) in ("auto", "native")
     is_plain = torch.device(device).type == "cpu" and not any(others.values())
@@ -66,8 +67,7 @@ def load_for_decoding(  # noqa: PLR0913
                 warnings.warn(f"{name} {error}: transformers unpacks it", RuntimeWarning, stacklevel=2)
         else:
             tokenizer = _tokenizer_of(place)
-            own = {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype, "keep_weights": False}
-            attach(model, None if engine == "auto" else engine, quantize, **own)
+            attach(model, engine_options)
             model.caches_panels = cache
             expect_memory(model, quantize)
             num_weights = sum(one.numel() for one in packed_weights(model))

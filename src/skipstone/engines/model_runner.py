@@ -52,19 +52,21 @@ class ModelRunner(DecoderModel):
         kv_dtype: str | None = None,
         compute_dtype: str | None = None,
     ) -> None:
-        """engine: one of ENGINES; quantize: "none", "int8" or "int4"; kv_dtype and compute_dtype: "float32" or "bfloat16"
-        (`EngineOptions`). None: the setting of `load` or `enable` for this model, else the environment's, else the default of
-        `load`.
+        """engine, quantize, kv_dtype, compute_dtype: as in `EngineOptions`. None: the setting of `load` or `enable` for this
+        model, else the environment's, else the default of `load`.
 
-        ValueError if "native" or quantised weights are requested and the native engine cannot run the model.
+        ValueError if "native", quantised weights or rounded inputs are requested and the native engine cannot do it.
         OverwrittenCheckpointError as in `MappedModel.expect_unwritten_files`.
         """
+        self._prepare(model, EngineOptions(engine, quantize, kv_dtype, compute_dtype))
+
+    def _prepare(self, model: "PreTrainedModel | MappedModel", options: EngineOptions) -> None:
         inner = self._kept_alive = unwrapped(model)
         alone_after_fork()
         refuse_state(model, inner)
         if isinstance(inner, MappedModel):
             inner.expect_unwritten_files()
-        self.engine_options = options_for(inner, engine, quantize, kv_dtype, compute_dtype)
+        self.engine_options = options_for(inner, options)
         self.kv_dtype = KV_DTYPES[self.engine_options.kv_dtype or "float32"]
         self.lock = lock_of(inner)
         self._pass_lock = self.lock.passes
@@ -88,18 +90,20 @@ class ModelRunner(DecoderModel):
         if (reason := missing_room_for_copy(self.model, quantize)) is not None:
             raise ValueError(reason)
         drafting_model = copy(self)
-        drafting_model.engine_options = replace(self.engine_options, engine="native", quantize=quantize)
+        drafting_model.engine_options = self._options_of_copy(quantize)
         drafting_model.engine = self.copy_in(quantize)
         drafting_model.dtype = drafting_model.engine.dtype
         return drafting_model
 
     def copy_in(self, quantize: str) -> NativeEngine:
         """The engine with the weights in fewer bits: made before, mapped from the disk's cache, or made now."""
-        options = replace(self.engine_options, engine="native", quantize=quantize)
         with self.lock:
-            engine, _ = self._prepared.choose_engine(options, self.model, self.engine.version)
+            engine, _ = self._prepared.choose_engine(self._options_of_copy(quantize), self.model, self.engine.version)
         assert isinstance(engine, NativeEngine)
         return engine
+
+    def _options_of_copy(self, quantize: str) -> EngineOptions:
+        return replace(self.engine_options.for_drafts, engine="native", quantize=quantize)
 
     def has_copy(self, quantize: str) -> bool:
         """Whether this process has a copy of the present weights in fewer bits."""
@@ -125,7 +129,7 @@ class ModelRunner(DecoderModel):
 
     def make_copy(self, quantize: str, pause: Callable[[], None]) -> NativeEngine:
         """Make a copy of the weights in fewer bits on this thread, without the lock. pause: called between pieces."""
-        engine = self._prepared.make_native(self.model, quantize, EngineOptions(), pause)
+        engine = self._prepared.make_copy(self.model, quantize, pause)
         self._keep_copy(quantize, engine)
         return engine
 

@@ -11,7 +11,7 @@ from torch import LongTensor, Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from skipstone.decoding.method import Method
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.eager.patches import take_off
 from skipstone.engines.model_lock import lock_of
 from skipstone.engines.model_runner import ModelRunner, unwrapped
@@ -44,7 +44,7 @@ def enable(
     runner = ModelRunner(model, engine, quantize, kv_dtype, compute_dtype)
     with runner.lock:
         chosen.check(runner)
-        attach(model, engine, quantize, kv_dtype=kv_dtype, compute_dtype=compute_dtype)
+        attach(model, EngineOptions(engine, quantize, kv_dtype, compute_dtype))
     _warn_of_rounding(runner)
     before = model.__dict__.get("generate")
     if isinstance(before, _Generate):

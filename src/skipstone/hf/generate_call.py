@@ -130,7 +130,7 @@ def prepare_call(
     """
     options = dict(options)
     unwrap(model)
-    runner = ModelRunner(model, engine, *(options.pop(name, None) for name in ENGINE_FIELDS))
+    runner = ModelRunner(model, engine, **{name: options.pop(name, None) for name in ENGINE_FIELDS})
     own = runner.model
     stops = _take_stop_strings(options, own.generation_config, tokenizer)
     if isinstance(own, MappedModel) and (call := _with_common_options(runner, ids, seed, stops, options)) is not None:

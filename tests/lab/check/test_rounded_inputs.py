@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from skipstone import LayerSkip
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.lab.check import reference
 from skipstone.lab.check.check import Checker, CheckScale
 from tests.helpers import families
@@ -19,7 +19,7 @@ PROMPTS = [prompt(length, seed=length) for length in (9, 14, 40)]
 
 def checker(name: str, **options: Any) -> Checker:
     model = families.build(name).bfloat16()
-    attach(model, "native", **options)
+    attach(model, EngineOptions("native", **options))
     return Checker(model, LayerSkip(exit_layer=1, num_speculative_tokens=2), PROMPTS, CheckScale(max_new_tokens=16, samples=60))
 
 
@@ -31,7 +31,7 @@ def test_every_family_passes_every_probe(name: str) -> None:
     assert not any(finding.ties for finding in report.findings[1:])
 
 
-def test_rounding_that_the_engine_does_not_do_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_does_not_round_inputs_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "round_to_bfloat16", lambda values: values)
     checked = checker("llama")
     checked._probes()[1][1]()

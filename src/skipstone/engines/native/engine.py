@@ -30,7 +30,7 @@ from skipstone.engines.native.structs import (
     declare,
 )
 from skipstone.engines.native.threads import MAX_THREADS, cores, requested_number
-from skipstone.engines.native.weights import BLOCKS, ROUNDED, TYPES, NativeWeights, tensor_paths, unsupported
+from skipstone.engines.native.weights import BLOCKS, TYPES, NativeWeights, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
@@ -71,12 +71,13 @@ class NativeEngine(Engine):
         quantize: str | None = None,
         keep_weights: bool = True,
         *,
-        compute_dtype: str | None = None,
+        rounds_inputs: bool = True,
+        same_weights: "NativeEngine | None" = None,
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """compute_dtype: "bfloat16", as None, rounds the inputs of products with bfloat16 weights to bfloat16, and nothing
-        else. "float32" rounds nothing. cached: the quantised panels. pause: as in `NativeWeights`.
+        """rounds_inputs: of products with bfloat16 weights, to bfloat16. same_weights: another engine of the current weights,
+        unquantised like this one's; the two share their panels. cached: the quantised panels. pause: as in `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
@@ -87,11 +88,11 @@ class NativeEngine(Engine):
         keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        rounds = compute_dtype != "float32"
-        self._weights = NativeWeights(self._library, model, description, quantize, keep_weights, cached, pause, rounds)
-        self.rounds_inputs = ROUNDED in self._weights.kinds
-        if compute_dtype == "bfloat16" and not self.rounds_inputs:
-            raise ValueError(f"compute_dtype='bfloat16' needs bfloat16 weights, found {description.weight_dtype}")
+        shared = None if same_weights is None else same_weights._weights.panels
+        self._weights = NativeWeights(
+            self._library, model, description, quantize, keep_weights, cached, pause, rounds_inputs, shared
+        )
+        self.rounds_inputs = self._weights.rounds_inputs
         self._is_cached = cached is not None
         if not keep_weights:
             keep_version(model)

@@ -164,10 +164,11 @@ class NativeWeights:
     `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
     files without bringing mapped pages into memory.
     pause: called between pieces of the work, which then takes this thread only.
-    rounds_inputs: whether inputs of products with bfloat16 weights are rounded to bfloat16.
+    rounds_inputs: whether inputs of products with bfloat16 weights are rounded to bfloat16. There may be no such products.
+    shared: `panels` of an engine of the same weights, which are not packed again. panels: by the ids of the model's weights.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         library: Any,
         model: Any,
@@ -177,9 +178,11 @@ class NativeWeights:
         memory: "PanelMemory | CachedPanels | None" = None,
         pause: Callable[[], None] | None = None,
         rounds_inputs: bool = False,
+        shared: "dict[int, Panels] | None" = None,
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
-        self._rounds_inputs = rounds_inputs
+        self._shared, self.panels = shared or {}, dict[int, Panels]()
+        self.rounds_inputs = rounds_inputs and quantize is None and has_bfloat16_matrices(model)
         self._threads = threads.requested_number() or min(threads.cores(), threads.MAX_THREADS)
         self._pause = pause
         is_mapped = isinstance(model, MappedModel)
@@ -233,9 +236,7 @@ class NativeWeights:
         """The type and the address of an embedding of its own: panels if it is computed in its blocks, else rows."""
         blocks = blocks_of(weight)
         if blocks is not None and blocks.kind in BLOCKS:
-            panels = self._packed(weight, [weight.shape[0]], None)
-            self.bytes += sum(map(len, panels.memory))
-            self._referenced.append(panels)
+            panels = self._panels_of(weight, [weight.shape[0]], None)
             return panels.type, panels.matrices[0].panels
         rows = weight.detach().contiguous() if blocks is None else blocks.unpacked()
         self._referenced.append(rows)
@@ -308,14 +309,23 @@ class NativeWeights:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
 
     def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[MatrixStruct]:
-        """A module's weight as matrices of `sizes` outputs with their biases, quantised or as stored.
+        """A module's weight as matrices of `sizes` outputs with their biases. The rest is as in `_panels_of`."""
+        panels = self._panels_of(module.weight, sizes, quantize)
+        kind = ROUNDED if self.rounds_inputs and panels.type == TYPES[torch.bfloat16] else panels.type
+        biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
+        return [
+            MatrixStruct(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, kind)
+            for one, bias in zip(panels.matrices, biases, strict=True)
+        ]
+
+    def _panels_of(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
+        """A weight as matrices of `sizes` outputs, quantised or as stored: packed now, earlier, or for another engine.
 
         ValueError for weights that cannot be quantised, or that were given up in another quantisation.
         """
-        weight = module.weight
         kind = self._kind(weight, quantize)
-        panels = weight.source if isinstance(weight, PackedWeight) and isinstance(weight.source, Panels) else None
-        was_given_up = panels is not None
+        given_up = weight.source if isinstance(weight, PackedWeight) and isinstance(weight.source, Panels) else None
+        panels = given_up or self._shared.get(id(weight))
         if panels is not None and panels.type != kind and panels.type in QUANTIZED.values():
             raise ValueError(
                 f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
@@ -324,30 +334,18 @@ class NativeWeights:
         if panels is None or panels.type != kind:
             panels = self._packed(weight, sizes, quantize)
             self.bytes += sum(map(len, panels.memory))
-            if self._weight_places and not was_given_up and self._releases is not None:
-                packed = PackedWeight(panels, weight)
-                for place in self._weight_places:
-                    place |= {name: packed for name, other in place.items() if other is weight}
-                self._releases.give_up(weight)
+        if self._weight_places and given_up is None and self._releases is not None:
+            packed = PackedWeight(panels, weight)
+            for place in self._weight_places:
+                place |= {name: packed for name, other in place.items() if other is weight}
+            self._releases.give_up(weight)
         self._referenced.append(panels)
-        biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
-        return [
-            MatrixStruct(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, one.type)
-            for one, bias in zip(panels.matrices, biases, strict=True)
-        ]
+        self.panels[id(weight)] = panels
+        return panels
 
     def _kind(self, weight: Tensor, quantize: str | None) -> int:
-        """The type of a weight's panels: of a mapped model that of its dtype, to which stored weights are widened."""
-        if quantize is not None:
-            return QUANTIZED[quantize]
-        blocks = blocks_of(weight)
-        kind = TYPES[self._widened or weight.dtype] if blocks is None else STORED.get(blocks.kind, TYPES[torch.float32])
-        return ROUNDED if self._rounds_inputs and kind == TYPES[torch.bfloat16] else kind
-
-    @property
-    def kinds(self) -> set[int]:
-        """The types of all matrices."""
-        return {panels.type for panels in self._referenced if isinstance(panels, Panels)}
+        """The type of a weight's panels."""
+        return _unquantised_type(weight, self._widened) if quantize is None else QUANTIZED[quantize]
 
     @property
     def memory(self) -> list[Tensor]:
@@ -412,6 +410,18 @@ class NativeWeights:
         copied = values.detach().float().clone(memory_format=torch.contiguous_format)
         self._referenced.append(copied)
         return pointer("norms and biases", copied, values.shape, torch.float32)
+
+
+def _unquantised_type(weight: Tensor, widened: torch.dtype | None) -> int:
+    """The type of a weight's panels. widened: `MappedModel.widens_to`; None for other models."""
+    blocks = blocks_of(weight)
+    return TYPES[widened or weight.dtype] if blocks is None else STORED.get(blocks.kind, TYPES[torch.float32])
+
+
+def has_bfloat16_matrices(model: Any) -> bool:
+    """Whether an engine that quantises nothing multiplies bfloat16 weights."""
+    widened = model.widens_to if isinstance(model, MappedModel) else None
+    return any(_unquantised_type(one, widened) == TYPES[torch.bfloat16] for one in packed_weights(model))
 
 
 def packed_weights(model: Any) -> list[Tensor]:

@@ -29,7 +29,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.engines import agreement
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import CPU, left_padded, on_device
 from skipstone.engines.model_lock import lock_of
@@ -164,7 +164,7 @@ class TieDetector:
         """The model in float32, or in float64 if it is in float32."""
         dtype = torch.float64 if self.model.dtype in (torch.float32, torch.float64) else torch.float32
         wider: Any = copy.deepcopy(self.model)
-        attach(wider, "eager")  # which runs any dtype, whatever engine the environment names
+        attach(wider, EngineOptions("eager"))  # which runs any dtype, whatever engine the environment names
         return wider.to(dtype)
 
     @cached_property

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from skipstone.engines.choose_engine import attach
+from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.hf import api
 from skipstone.lab.bench.plan import BenchPlan, resolved
 from skipstone.lab.bench.prompts import BenchModel, TaskRun
@@ -347,7 +347,7 @@ def run_surrogate(
     kept = {**plan.model_dump(mode="json"), "surrogate": header}
     with RunFile(path, kept, machine.provenance(argv, plan.seed), fresh) as journal:
         model, about = _load_or_calibrate(journal, shape, plan, say, **more)
-        attach(model, None if plan.engine == "auto" else plan.engine, plan.quantize)
+        attach(model, EngineOptions(None if plan.engine == "auto" else plan.engine, plan.quantize))
         count, length = plan.tune_prompts + settings.num_prompts, settings.prompt_tokens
         if shape.agreement is None:
             prompts = random_prompts(model.config.vocab_size, count, length, plan.seed)

@@ -37,8 +37,7 @@ class DraftModel(ModelRunner):
     engine's."""
 
     def __init__(self, model: Any, vocabulary_size: int, options: EngineOptions | None = None) -> None:
-        options = options or EngineOptions()
-        super().__init__(model, options.engine, options.quantize, options.kv_dtype, options.compute_dtype)
+        self._prepare(model, options or EngineOptions())
         self.name = name_of(model)
         self._missing = vocabulary_size - self.head.weight.shape[0]
         self._vocabulary_size = vocabulary_size
@@ -87,7 +86,7 @@ def _checked(model: Any, name: str, target: ModelRunner) -> DraftModel:
         )
     _check_vocabularies(model, name, target)
     try:
-        return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.engine_options))
+        return DraftModel(model, target.head.weight.shape[0], attached(model).over(target.engine_options.for_drafts))
     except ValueError as error:
         raise ValueError(f"the draft model {name} for {name_of(target.model)} cannot draft: {error}") from error
 
@@ -160,7 +159,7 @@ class DraftModelMethod(ShortlistMethod):
         if isinstance(given, nn.Module):
             return _checked(given, name_of(given), target)
         sizes = (target.head.weight.shape[0], str(target.device), str(target.model.dtype))
-        key = (str(given), self.draft_device, self.draft_dtype, self.draft_quantize, *sizes, target.engine_options)
+        key = (str(given), self.draft_device, self.draft_dtype, self.draft_quantize, *sizes, target.engine_options.for_drafts)
         return _LOADED.get(target.model, key, lambda: self._load(target))
 
     @setup_work("draft model")
@@ -181,7 +180,8 @@ class DraftModelMethod(ShortlistMethod):
             raise OSError(f"the draft model {name} for {own} is not there: {error}") from error
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"the draft model {name} for {own} cannot be loaded: {error}") from error
-        attach(model, None if quantize is None else "native", quantize, keep_weights=False)  # no other code holds this model
+        # no other code holds this model
+        attach(model, EngineOptions(None if quantize is None else "native", quantize, keep_weights=False))
         draft_model = _checked(model, name, target)
         if isinstance(draft_model.engine, NativeEngine):
             draft_model.engine.cache_panels(model)
