@@ -72,22 +72,21 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 
 
 ENGINE = "--dtype --device --engine --quantize"
-GENERATION = (
-    f"{ENGINE} --kv-dtype --compute-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
-)
+MODEL = f"{ENGINE} --compute-dtype"
+GENERATION = f"{MODEL} --kv-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
 METHOD = "--method --speculative-config"
 FLAGS = {
     "generate": f"""model --prompt --prompt-file --prompt-tokens --chat {METHOD} --max-new-tokens --temperature --top-k --top-p
         --min-p --seed --stop --ignore-eos {GENERATION} --device-map --offload-folder --tp --compare --repeat --json --stats
         --explain --color --no-color""",
     "chat": f"model {METHOD} --system --max-new-tokens --temperature --top-p --seed {GENERATION} --color --no-color",
-    "check": f"""model {METHOD} --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed {ENGINE} --json""",
+    "check": f"""model {METHOD} --prompts --num-prompts --prompt-tokens --max-new-tokens --samples --seed {MODEL} --json""",
     "search": f"""model --search --budget-seconds --iterations --out --prompt --prompts --max-new-tokens --skip-ratio
-        --num-speculative-tokens --picture {ENGINE} --seed""",
+        --num-speculative-tokens --picture {MODEL} --seed""",
     "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep
         {GENERATION} --json""",
-    "inspect": f"model --prompt --max-new-tokens --heads --replay --out {ENGINE} --json",
-    "costs": f"model --batch --draft-model --again {ENGINE} --json",
+    "inspect": f"model --prompt --max-new-tokens --heads --replay --out {MODEL} --json",
+    "costs": f"model --batch --draft-model --again {MODEL} --json",
     "demo": "model --json --svg --engine --quantize",
     "serve": f"""model {METHOD} --host --port --api-key --served-model-name --max-num-seqs --max-model-len --max-waiting
         --request-timeout --drain-timeout --kv-cache-memory-bytes --log-format --ray --ray-address --replicas --min-replicas

@@ -17,7 +17,8 @@ import skipstone
 from skipstone.cli import terminal
 from skipstone.cli.runs import TokenPrinter
 from skipstone.decoding.draft import Step
-from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, document, expected, job, program, run, succeed
+from skipstone.engines.native import library
+from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, assert_refused, document, expected, job, program, run, succeed
 
 
 def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder: Path) -> None:
@@ -42,6 +43,20 @@ def test_json_is_one_document_with_every_tokens_origin(folder: Path) -> None:
     assert origin[0] == "prefill"
     assert origin.count("draft") == found["stats"]["accepted"] > 0
     assert 0 < origin.count("recovered") < 24, "nothing was rejected: the test would not notice wrong origins"
+
+
+@pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+def test_json_has_the_compute_dtype_of_the_engine(folder: Path) -> None:
+    common = ("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 2, "--compute-dtype")
+    assert document(*common[:-1])["compute_dtype"] == "float32", "its weights are"
+    assert document(*common, "float32", "--engine", "eager")["compute_dtype"] == "float32"
+    assert document(*common[:-1], "--dtype", "bfloat16")["compute_dtype"] == "bfloat16"
+    assert document(*common, "bfloat16", "--dtype", "bfloat16")["compute_dtype"] == "bfloat16"
+    assert document(*common, "float32", "--dtype", "bfloat16")["compute_dtype"] == "float32"
+    assert_refused(run(*common, "bfloat16"), "compute_dtype='bfloat16', asked for now or when the model was loaded, needs bfl")
+    costs = ("costs", folder, "--dtype", "bfloat16", "--batch", 1)
+    details = [document(*costs, *option)["key"]["detail"] for option in ((), ("--compute-dtype", "float32"))]
+    assert ["rounded to bfloat16" in detail for detail in details] == [True, False]
 
 
 def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:

@@ -51,7 +51,9 @@ def check(
     report = checker.run((lambda _: None) if as_json else show_probe)
     if as_json:
         document = {"kind": "skipstone-check", "passed": report.passed, "proves": report.proves, "method": report.method}
-        document |= {"dtype": report.dtype, "device": report.device, "engine": ModelRunner(loaded).engine.name}
+        engine = ModelRunner(loaded).engine
+        document |= {"dtype": report.dtype, "device": report.device}
+        document |= {"engine": engine.name, "quantize": engine.quantize, "compute_dtype": engine.compute_dtype}
         terminal.print_json({**document, "findings": [finding.report() for finding in report.findings]})
     else:
         verdict = "no bug found" if report.passed else "NOT LOSSLESS"

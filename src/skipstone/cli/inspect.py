@@ -64,7 +64,7 @@ def _look_through_layers(
     if as_json:
         engine, dtype = ModelRunner(loaded).engine, str(loaded.dtype).removeprefix("torch.")
         document = {"kind": "skipstone-inspect", "model": model.name, "dtype": dtype, "device": str(loaded.device)}
-        document |= {"engine": engine.name, "quantize": engine.quantize}
+        document |= {"engine": engine.name, "quantize": engine.quantize, "compute_dtype": engine.compute_dtype}
         document |= {"prompts": texts, "texts": final, "top_texts": words, **asdict(lens)}
         terminal.print_json(document if head_lens is None else {**document, "heads": asdict(head_lens)})
         return

@@ -121,6 +121,11 @@ class ModelOptions(OptionGroup):
     device: str = DEVICE
     engine: str = ENGINE
     quantize: str = QUANTIZE
+    compute_dtype: str | None = option(
+        None,
+        "float32 rounds no input of a matrix product. Default: bfloat16 for bfloat16 weights on the native engine.",
+        choices=COMPUTE_DTYPES,
+    )
 
     @property
     def name(self) -> str:
@@ -147,7 +152,8 @@ class ModelOptions(OptionGroup):
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         is_placed = arguments.get("device_map") is not None or arguments.get("tp_plan") is not None
         device = "cpu" if is_placed and self.device == "auto" else usable_device(self.device)
-        return {"dtype": dtype, "device": device, "engine": self.engine, "quantize": self.quantize, **arguments}
+        own = {"engine": self.engine, "quantize": self.quantize, "compute_dtype": self.compute_dtype}
+        return {"dtype": dtype, "device": device, **own, **arguments}
 
 
 @dataclass(frozen=True)
@@ -155,11 +161,6 @@ class GenerationModelOptions(ModelOptions):
     """A model that answers users: its generation config can be changed."""
 
     kv_dtype: str | None = option(None, "of keys and values. Default: SKIPSTONE_KV, or float32.", choices=KV_DTYPES)
-    compute_dtype: str | None = option(
-        None,
-        "of the inputs of products with bfloat16 weights, on the native engine. Default: bfloat16.",
-        choices=COMPUTE_DTYPES,
-    )
     trust_remote_code: bool = option(False, "Run the checkpoint's own code.", "--trust-remote-code")
     no_cache: bool = option(False, "Keep no quantised weights on the disk, and read none.", "--no-cache")
     generation_config: Any = option(
@@ -186,8 +187,7 @@ class GenerationModelOptions(ModelOptions):
 
             return generation_defaults(self.model, replacement, overrides)
 
-        arguments |= {"kv_dtype": self.kv_dtype, "compute_dtype": self.compute_dtype}
-        arguments["trust_remote_code"] = self.trust_remote_code
+        arguments |= {"kv_dtype": self.kv_dtype, "trust_remote_code": self.trust_remote_code}
         arguments |= {"generation_config": generation_config, "cache": not self.no_cache}
         loaded, tokenizer = load_for_decoding(self.model, **self._arguments(**arguments))
         if replacement is not None or overrides:

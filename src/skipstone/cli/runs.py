@@ -375,6 +375,7 @@ def run_document(model: str | None, job: RunInput, method: Method, run: Run, com
         "engine": runner.engine.name,
         "engine_reason": runner.engine_reason,
         "quantize": runner.engine.quantize,
+        "compute_dtype": runner.engine.compute_dtype,
         "kv_dtype": runner.engine_options.kv_dtype,
         "extra_memory_bytes": sum(copies_of(runner.model).values()),
         "method": {"method": method.name, **method.settings},
