@@ -16,7 +16,6 @@ from skipstone.models.passes import Pass, SkipSet
 from tests.helpers import families
 from tests.helpers.native import (
     DTYPES,
-    EACH_DTYPE,
     FAMILIES,
     NATIVE_ONLY,
     Exact,
@@ -39,9 +38,17 @@ from tests.helpers.pairwise import round_robin, slow_except
 pytestmark = NATIVE_ONLY
 
 
-@round_robin(name=FAMILIES, dtype=EACH_DTYPE)
-def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, dtype: torch.dtype) -> None:
-    runner, parents = native(families.build(name).to(dtype), 2), grow(30, seed=len(name))
+ARITHMETIC = [
+    *(pytest.param((dtype, None), id=str(dtype)) for dtype in DTYPES),
+    pytest.param((torch.bfloat16, "float32"), id="torch.bfloat16, inputs in float32"),
+]
+
+
+@round_robin(name=FAMILIES, arithmetic=ARITHMETIC)
+def test_a_branch_of_a_tree_has_the_bits_of_the_same_chain(name: str, arithmetic: tuple[torch.dtype, str | None]) -> None:
+    dtype, compute_dtype = arithmetic
+    runner = native(families.build(name).to(dtype), 2, compute_dtype=compute_dtype)
+    parents = grow(30, seed=len(name))
     for split in (31, 9):
         splits = [slice(first, min(first + split, 31)) for first in range(0, 31, split)]
         assert_branches_are_chains(runner, parents, 12, splits, 1)
@@ -81,22 +88,28 @@ def shape(name: str) -> Any:
 WIDTHS = (2, 3, 5, 8, 11, 16, 17, 31, 63, 64, 65, 130, LENGTH)
 
 
-def assert_bits_depend_on_the_text_alone(model: Any, ids: Tensor, kv_dtype: str | None = None) -> None:
-    expected = chain(native(model, 1, kv_dtype), ids, 1)
+def assert_bits_depend_on_the_text_alone(
+    model: Any, ids: Tensor, kv_dtype: str | None = None, compute_dtype: str | None = None
+) -> None:
+    options = kv_dtype, compute_dtype
+    expected = chain(native(model, 1, *options), ids, 1)
     for width in WIDTHS[: 11 if len(ids) < 65 else None]:
-        assert_same_bits(chain(native(model, 1 + width % 3, kv_dtype), ids, width), expected)
+        assert_same_bits(chain(native(model, 1 + width % 3, *options), ids, width), expected)
     for threads, width in ((1, 4), (2, 7), (3, 19), (5, 10), *([(3, 130)] if len(ids) > 64 else [])):
-        assert_same_bits(ragged(native(model, threads, kv_dtype), ids, width), expected)
+        assert_same_bits(ragged(native(model, threads, *options), ids, width), expected)
     for level in levels():
         for width in (3, 50):
-            runner = of_level(model, level)
-            runner.kv_dtype = native(model, 1, kv_dtype).kv_dtype
+            runner = of_level(model, level, compute_dtype)
+            runner.kv_dtype = native(model, 1, *options).kv_dtype
             assert_same_bits(chain(runner, ids, width), expected)
 
 
-@round_robin(name=FAMILIES, dtype=EACH_DTYPE)
-def test_a_token_has_the_same_bits_in_every_pass_and_on_every_level(name: str, dtype: torch.dtype) -> None:
-    assert_bits_depend_on_the_text_alone(families.build(name).to(dtype), text())
+@round_robin(name=FAMILIES, arithmetic=ARITHMETIC)
+def test_a_token_has_the_same_bits_in_every_pass_and_on_every_level(
+    name: str, arithmetic: tuple[torch.dtype, str | None]
+) -> None:
+    dtype, compute_dtype = arithmetic
+    assert_bits_depend_on_the_text_alone(families.build(name).to(dtype), text(), compute_dtype=compute_dtype)
 
 
 @round_robin(name=slow_except([*SHAPES][1::2], SHAPES), kv_dtype=["float32", "bfloat16"])

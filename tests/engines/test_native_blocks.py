@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skipstone.engines.native.structs import MatrixStruct, ModelStruct
 from skipstone.engines.native.weights import BLOCKS, QUANTIZED
 from tests.helpers.ggml_blocks import random_blocks, weights_of
 from tests.helpers.native import NATIVE_ONLY
@@ -23,12 +22,7 @@ class PackedBlocks(Packed):
     """Blocks in panels, as the LM head of a model without layers."""
 
     def __init__(self, engine: Any, kind: str, blocks: np.ndarray, inputs: int) -> None:
-        self.engine, self.outputs, self.inputs, number = engine, len(blocks), inputs, BLOCKS[kind]
-        self.panels = np.full(engine.sk_packed_bytes(number, self.outputs, inputs), 85, dtype=np.uint8)
-        engine.sk_pack(number, number, -1, blocks.ctypes.data, 0, self.outputs, inputs, self.panels.ctypes.data, 2)
-        head = MatrixStruct(self.panels.ctypes.data, None, self.outputs, inputs, number)
-        self.model = ModelStruct(hidden=inputs, vocabulary=self.outputs, embeddings=self.outputs, head=head, logits_divisor=1.0)
-        self.model.embedding_scale = self.model.embedding_multiplier = 1.0
+        super().__init__(engine, BLOCKS[kind], blocks, BLOCKS[kind], inputs)
 
 
 def product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -97,7 +91,7 @@ def test_panels_keep_the_size_of_the_file_and_can_be_packed_from_it_in_pieces(ki
 def test_copies_of_fewer_bits_and_of_some_rows_are_those_of_the_weights(kind: str) -> None:
     blocks, x = random_blocks(kind, 37, 512), inputs_of(3, 512)
     for engine, copy in product_of(libraries(), QUANTIZED):
-        expected = Packed(engine, copy, weights_of(kind, blocks)).panels
+        expected = Packed(engine, QUANTIZED[copy], weights_of(kind, blocks)).panels
         panels = np.full_like(expected, 85)
         engine.sk_quantize(QUANTIZED[copy], BLOCKS[kind], -1, blocks.ctypes.data, 0, 37, 512, panels.ctypes.data, 2)
         assert np.array_equal(panels, expected)

@@ -16,14 +16,14 @@ from skipstone.engines.native.weights import QUANTIZED, TYPES
 from tests.helpers import families
 from tests.helpers.native import FAMILIES, NATIVE_ONLY, assert_same_bits, chain, text
 from tests.helpers.pairwise import round_robin
-from tests.helpers.quantized import Found, Packed, assert_near, drawn, grouped, inputs_of, libraries, rounded
+from tests.helpers.quantized import Packed, assert_near, drawn, grouped, inputs_of, libraries, rounded
 
 pytestmark = NATIVE_ONLY
 KINDS = list(QUANTIZED)
 SHAPES = [(16, 32), (97, 64), (33, 40), (112, 300), (5, 7)]  # outputs, inputs
 
 
-def coded(kind: str, weights: Found) -> tuple[Found, Found, Found]:
+def coded(kind: str, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes [o, groups, 32], scales and minima [o, groups, 1] in float64, by the formulas of csrc/quantized.h."""
     groups = grouped(weights)
     if kind == "int8":
@@ -40,12 +40,12 @@ def coded(kind: str, weights: Found) -> tuple[Found, Found, Found]:
     return codes, scale.astype(np.float64), minimum.astype(np.float64)
 
 
-def dequantized(kind: str, weights: Found) -> Found:
+def dequantized(kind: str, weights: np.ndarray) -> np.ndarray:
     codes, scale, minimum = coded(kind, weights)
     return (codes * scale + minimum).reshape(len(weights), -1)[:, : weights.shape[1]]
 
 
-def product(kind: str, x: Found, weights: Found) -> Found:
+def product(kind: str, x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[n, o] float64: whole numbers summed by group, then groups."""
     codes, scale, minimum = coded(kind, weights)
     groups = grouped(x)
@@ -59,14 +59,14 @@ def product(kind: str, x: Found, weights: Found) -> Found:
     return (parts * steps[:, None]).sum(2)
 
 
-def largest(outputs: int, inputs: int) -> tuple[Found, Found]:
+def largest(outputs: int, inputs: int) -> tuple[np.ndarray, np.ndarray]:
     """Weights and inputs with the largest codes, of one sign or of both: sums must not overflow."""
     signs = np.where(np.arange(inputs) % 2, np.float32(127), np.float32(-127))
     weights = np.stack([np.abs(signs), signs] * outputs)[:outputs]
     return weights, np.stack([np.abs(signs), -np.abs(signs), signs])
 
 
-def written(kind: str, weights: Found) -> Found:
+def written(kind: str, weights: np.ndarray) -> np.ndarray:
     """The panels of weights, by the layout of csrc/quantized.h."""
     outputs, pad = len(weights), -len(weights) % 16
     codes, scale, minimum = (np.pad(one, ((0, pad), (0, 0), (0, 0))) for one in coded(kind, weights))
@@ -150,16 +150,16 @@ def test_weights_beyond_the_format_are_refused_wherever_they_are(dtype: torch.dt
 def test_the_product_is_that_of_the_written_formula(kind: str, shape: tuple[int, int]) -> None:
     for weights, x in ((drawn(*shape), inputs_of(9, shape[1])), largest(*shape)):
         for engine in libraries():
-            assert_near(Packed(engine, kind, weights).multiplied(x), product(kind, x, weights))
+            assert_near(Packed(engine, QUANTIZED[kind], weights).multiplied(x), product(kind, x, weights))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_panels_and_products_have_the_same_bits_on_every_level_beside_any_rows(kind: str) -> None:
     weights, x = drawn(210, 168), inputs_of(64, 168)
-    first = Packed(libraries()[0], kind, weights)
+    first = Packed(libraries()[0], QUANTIZED[kind], weights)
     expected = np.concatenate([first.multiplied(x[i : i + 1]) for i in range(len(x))])
     for engine in libraries():
-        packed = Packed(engine, kind, weights)
+        packed = Packed(engine, QUANTIZED[kind], weights)
         assert np.array_equal(packed.panels, first.panels)
         assert np.array_equal(packed.rows(), first.rows())
         for count in range(1, 65):
@@ -169,7 +169,7 @@ def test_panels_and_products_have_the_same_bits_on_every_level_beside_any_rows(k
 @pytest.mark.parametrize("kind", KINDS)
 def test_planted_mistakes_are_noticed(kind: str) -> None:
     weights, x = drawn(97, 96), inputs_of(9, 96)
-    expected, right = product(kind, x, weights), Packed(libraries()[0], kind, weights)
+    expected, right = product(kind, x, weights), Packed(libraries()[0], QUANTIZED[kind], weights)
     assert_near(right.multiplied(x), expected)
     per_group = 16 * {"int8": 1, "int4": 2}[kind]
     codes_at = -(-3 * per_group * 2 // 64) * 64  # bytes of a panel's scales, aligned

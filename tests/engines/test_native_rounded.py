@@ -7,39 +7,22 @@ import numpy as np
 import pytest
 import torch
 
-from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native.structs import MatrixStruct, ModelStruct
 from skipstone.engines.native.weights import ROUNDED, TYPES
-from tests.helpers import families
-from tests.helpers.native import (
-    FAMILIES,
-    NATIVE_ONLY,
-    assert_branches_are_chains,
-    assert_same_bits,
-    chain,
-    grow,
-    levels,
-    native,
-    of_level,
-    ragged,
-    text,
-)
-from tests.helpers.pairwise import slow_except
+from tests.helpers.native import NATIVE_ONLY
 from tests.helpers.quantized import Packed, inputs_of, libraries
 
 pytestmark = NATIVE_ONLY
 BFLOAT16 = TYPES[torch.bfloat16]
 SMALLEST = np.float32(2.0**-126)
 """The smallest number that is not denormal."""
-Found = np.ndarray
 
 
-def rounded(values: Found) -> Found:
+def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
     """The nearest bfloat16 numbers."""
     return torch.from_numpy(values).bfloat16().float().numpy()
 
 
-def bits_of(values: Found) -> Found:
+def bits_of(values: np.ndarray) -> np.ndarray:
     """bfloat16 numbers as they are stored."""
     return torch.from_numpy(values).bfloat16().view(torch.int16).numpy()
 
@@ -47,23 +30,17 @@ def bits_of(values: Found) -> Found:
 class PackedPairs(Packed):
     """bfloat16 weights in panels, as the LM head of a model without layers. kind: of the products."""
 
-    def __init__(self, engine: Any, weights: Found, kind: int = ROUNDED) -> None:
-        self.engine, (self.outputs, self.inputs), stored = engine, weights.shape, bits_of(weights)
-        self.panels = np.full(engine.sk_packed_bytes(kind, *weights.shape), 85, dtype=np.uint8)
-        size = self.inputs, self.outputs, self.inputs
-        engine.sk_pack(kind, BFLOAT16, -1, stored.ctypes.data, *size, self.panels.ctypes.data, 2)
-        head = MatrixStruct(self.panels.ctypes.data, None, self.outputs, self.inputs, kind)
-        self.model = ModelStruct(hidden=self.inputs, vocabulary=self.outputs, embeddings=self.outputs, head=head)
-        self.model.logits_divisor = self.model.embedding_scale = self.model.embedding_multiplier = 1.0
+    def __init__(self, engine: Any, weights: np.ndarray, kind: int = ROUNDED) -> None:
+        super().__init__(engine, kind, bits_of(weights), BFLOAT16)
 
 
-def product(x: Found, weights: Found) -> Found:
+def product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[n, o] float32: pairs of inputs, the second one of a pair first. Denormal numbers and sums are 0.
 
     The product of two bfloat16 numbers is exact in float32. Its sum with a float32 number is exact in 64 bits, if their sizes
     are not very different."""
     flushed = lambda values: np.where(np.abs(values) < SMALLEST, values * 0, values)  # noqa: E731
-    x, weights = flushed(rounded(x)).astype(np.longdouble), flushed(weights).astype(np.longdouble)
+    x, weights = flushed(nearest_bfloat16(x)).astype(np.longdouble), flushed(weights).astype(np.longdouble)
     sums = np.zeros((len(x), len(weights)), dtype=np.float32)
     for first in range(0, x.shape[1], 2):
         for k in (first + 1, first):
@@ -72,14 +49,16 @@ def product(x: Found, weights: Found) -> Found:
     return sums
 
 
-def drawn(outputs: int, inputs: int) -> Found:
+def random_weights(outputs: int, inputs: int) -> np.ndarray:
     dice = np.random.default_rng(outputs)
-    return rounded((dice.normal(size=(outputs, inputs)) * np.exp(2 * dice.normal(size=(outputs, 1)))).astype(np.float32))
+    return nearest_bfloat16(
+        (dice.normal(size=(outputs, inputs)) * np.exp(2 * dice.normal(size=(outputs, 1)))).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 64), (97, 130), (33, 257), (5, 1)])
 def test_products_are_fused_multiply_adds_of_rounded_inputs(outputs: int, inputs: int) -> None:
-    weights, x = drawn(outputs, inputs), inputs_of(9, inputs)
+    weights, x = random_weights(outputs, inputs), inputs_of(9, inputs)
     expected = product(x, weights)
     for engine in libraries():
         packed = PackedPairs(engine, weights)
@@ -106,7 +85,7 @@ def test_denormal_numbers_count_as_zero_and_only_in_these_products() -> None:
 
 
 def test_the_same_bits_on_every_level_beside_any_rows() -> None:
-    weights, x = drawn(210, 514), inputs_of(40, 514)
+    weights, x = random_weights(210, 514), inputs_of(40, 514)
     first = PackedPairs(libraries()[0], weights)
     expected = np.concatenate([first.multiplied(x[i : i + 1]) for i in range(len(x))])
     for engine in libraries():
@@ -117,30 +96,3 @@ def test_the_same_bits_on_every_level_beside_any_rows() -> None:
         taken.panels[:] = 0
         engine.sk_take(ctypes.addressof(packed.model.head), ids.ctypes.data, 3, taken.panels.ctypes.data)
         assert np.array_equal(taken.multiplied(x), expected[:, ids])
-
-
-@pytest.mark.parametrize("name", slow_except(FAMILIES[::4], FAMILIES))
-def test_a_token_has_the_same_bits_in_every_pass_and_on_every_level(name: str) -> None:
-    model, ids = families.build(name).bfloat16(), text(80)
-
-    def runner(threads: int) -> ModelRunner:
-        return native(model, threads, compute_dtype="bfloat16")
-
-    expected = chain(runner(1), ids, 1)
-    assert not torch.equal(expected[0], chain(native(model, compute_dtype="float32"), ids, 1)[0]), "nothing was rounded"
-    for width in (2, 3, 8, 17, 64, 80):
-        assert_same_bits(chain(runner(1 + width % 3), ids, width), expected)
-    assert_same_bits(ragged(runner(3), ids, 40), expected)
-    assert_branches_are_chains(runner(2), grow(30, seed=3), 12, (slice(0, 9), slice(9, 31)), 1)
-    for level in levels():
-        assert_same_bits(chain(of_level(model, level, "bfloat16"), ids, 70), expected)
-
-
-def test_rounding_needs_bfloat16_weights_and_the_native_engine() -> None:
-    model = families.build("llama")
-    with pytest.raises(ValueError, match="needs bfloat16 weights, found torch"):
-        ModelRunner(model, "native", compute_dtype="bfloat16")
-    with pytest.raises(ValueError, match="compute_dtype must be one of float32, bfloat16, found 'int8'"):
-        ModelRunner(model, "native", compute_dtype="int8")
-    with pytest.raises(ValueError, match="needs the native engine"):
-        ModelRunner(model.bfloat16(), "eager", compute_dtype="bfloat16")

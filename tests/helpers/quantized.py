@@ -9,11 +9,10 @@ from torch import Tensor
 
 from skipstone.engines.native import build, library
 from skipstone.engines.native.structs import MatrixStruct, ModelStruct, declare
-from skipstone.engines.native.weights import QUANTIZED
+from skipstone.engines.native.weights import BLOCKS, QUANTIZED
 from tests.helpers.native import levels
 
 GROUP = 32  # inputs that share a scale
-Found = np.ndarray
 
 
 def libraries() -> list[Any]:
@@ -21,7 +20,7 @@ def libraries() -> list[Any]:
     return [declare(one) for one in found if one is not None]
 
 
-def drawn(outputs: int, inputs: int, seed: int = 0) -> Found:
+def drawn(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
     """Weights of very different sizes, some groups 0 and some of one sign."""
     dice = np.random.default_rng(seed)
     weights = dice.normal(size=(outputs, inputs)) * np.exp(dice.normal(size=(outputs, 1)))
@@ -30,7 +29,7 @@ def drawn(outputs: int, inputs: int, seed: int = 0) -> Found:
     return weights.astype(np.float32)
 
 
-def grouped(values: Found) -> Found:
+def grouped(values: np.ndarray) -> np.ndarray:
     """[n, inputs] -> [n, groups, 32], padded with zeros."""
     rows, inputs = values.shape
     padded = np.zeros((rows, -(-inputs // GROUP) * GROUP), dtype=values.dtype)
@@ -39,38 +38,42 @@ def grouped(values: Found) -> Found:
 
 
 class Packed:
-    """Weights in panels, as the LM head of a model without layers."""
+    """A matrix in panels, as the LM head of a model without layers."""
 
-    def __init__(self, engine: Any, kind: str, weights: Found) -> None:
-        self.engine, (outputs, inputs), number = engine, weights.shape, QUANTIZED[kind]
-        self.outputs, self.inputs = outputs, inputs
-        self.panels = np.zeros(engine.sk_packed_bytes(number, outputs, inputs), dtype=np.uint8)
-        assert engine.sk_quantize(number, 0, -1, weights.ctypes.data, inputs, outputs, inputs, self.panels.ctypes.data, 2) == 0
-        head = MatrixStruct(self.panels.ctypes.data, None, outputs, inputs, number)
-        self.model = ModelStruct(hidden=inputs, vocabulary=outputs, embeddings=outputs, head=head, logits_divisor=1.0)
+    def __init__(self, engine: Any, kind: int, rows: np.ndarray, stored: int = 0, inputs: int = 0) -> None:
+        """kind: of the panels, a number of the C ABI. rows: [outputs, ...] in the type `stored`. inputs: 0: as columns."""
+        inputs = inputs or rows.shape[1]
+        self.engine, self.outputs, self.inputs = engine, len(rows), inputs
+        self.panels = np.full(engine.sk_packed_bytes(kind, self.outputs, inputs), 85, dtype=np.uint8)
+        pack = engine.sk_quantize if kind in QUANTIZED.values() and kind != stored else engine.sk_pack
+        stride = 0 if stored in BLOCKS.values() else inputs
+        size = stride, self.outputs, inputs
+        assert pack(kind, stored, -1, rows.ctypes.data, *size, self.panels.ctypes.data, 2) == 0
+        head = MatrixStruct(self.panels.ctypes.data, None, self.outputs, inputs, kind)
+        self.model = ModelStruct(hidden=inputs, vocabulary=self.outputs, embeddings=self.outputs, head=head, logits_divisor=1.0)
         self.model.embedding_scale = self.model.embedding_multiplier = 1.0
 
-    def multiplied(self, x: Found, threads: int = 1) -> Found:
+    def multiplied(self, x: np.ndarray, threads: int = 1) -> np.ndarray:
         y = np.full((len(x), self.outputs), np.nan, dtype=np.float32)
         model = ctypes.addressof(self.model)
         self.engine.sk_head(model, None, x.ctypes.data, len(x), 0, y.ctypes.data, None, threads)
         return y
 
-    def rows(self) -> Found:
+    def rows(self) -> np.ndarray:
         ids, rows = np.arange(self.outputs), np.empty((self.outputs, self.inputs), dtype=np.float32)
         model = ctypes.addressof(self.model)
         assert self.engine.sk_embed(model, ids.ctypes.data, self.outputs, rows.ctypes.data) == 0
         return rows
 
 
-def inputs_of(count: int, width: int, seed: int = 1) -> Found:
+def inputs_of(count: int, width: int, seed: int = 1) -> np.ndarray:
     dice = np.random.default_rng(seed)
     x = dice.normal(size=(count, width)) * np.exp(dice.normal(size=(count, 1)))
     x[0, : GROUP // 2] = 0
     return x.astype(np.float32)
 
 
-def assert_near(found: Found, expected: Found) -> None:
+def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
     """Equal but for the rounding of float32 sums."""
     assert np.isfinite(found).all()
     assert expected.std() > 0.1, "the reference is degenerate"
