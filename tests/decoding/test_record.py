@@ -236,7 +236,7 @@ class Slow(Scripted):
                 self.clock(0.005)
             return propose_empty_draft(limits)
 
-        drafter.prefill_tokens, drafter.propose_draft = lambda _: self.clock(0.1), propose_draft
+        drafter.prefill_tokens, drafter.propose_draft = lambda *_: self.clock(0.1), propose_draft
         drafter.observe_step = lambda _: self.clock(0.001)
         return drafter
 

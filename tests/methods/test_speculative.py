@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import skipstone
-from skipstone import AdaSD, Method, Speculative
-from skipstone.decoding.loop import run
+from skipstone import AdaSD, Autoregressive, Method, Speculative
+from skipstone.decoding.draft import Step
+from skipstone.decoding.loop import DecodingLoop, run
+from skipstone.decoding.prefill import Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.sampling import Sampling
 from skipstone.decoding.session import Session
@@ -119,6 +122,73 @@ def test_steps_without_drafts_are_caught_up_with(model: Any, draft: Any) -> None
                 check_side(drafter, row, drafter.text[row])
     assert texts == [decode(method, runner, [request])[0][0] for request in requests]
     assert {1, 2, 3, 4, 5} <= behind
+
+
+def decoded(decoder: DecodingLoop, texts: dict[int, list[int]], steps: int | None = None) -> Iterator[Step]:
+    """Some steps, or all, with their tokens added to the texts of the rows."""
+    while decoder.busy and steps != 0:
+        step, steps = decoder.step(), None if steps is None else steps - 1
+        for row in texts:
+            texts[row] += step.tokens[row]
+        yield step
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "standard"])
+def test_a_prompt_that_the_target_has_run_and_the_draft_model_has_not_is_read_once(model: Any, temperature: float) -> None:
+    """The target's cache has all of a prompt but its last token. The draft model reads 8 tokens of 9, then drafts, then goes on
+    with another prompt."""
+    decoder = DecodingLoop(
+        Speculative(near(model, 0.05)).start(ModelRunner(model), 2, 64), chunk=8, decodes_during_prefill=True
+    )
+    drafter: Any = decoder.session.drafter
+    texts = {row: prompt(9).tolist() for row in range(2)}
+    decoder.admit(0, Request(prompt(9), 3))
+    all(decoded(decoder, texts))
+    texts[0] = prompt(9).tolist()
+    decoder.admit(0, Request(prompt(9), 40, sampling=Sampling(temperature)), num_cached_tokens=8)
+    assert drafter.store.length[0] == 0, "the draft model has forgotten it"
+    all(decoded(decoder, texts, steps=2))
+    decoder.admit(1, Request(prompt(20, 1), 30))
+    texts[1] = prompt(20, 1).tolist()
+    for step in decoded(decoder, texts):
+        for row in {0, 1} - {*step.finished}:
+            if decoder.session.alive[row]:
+                check_side(drafter, row, texts[row])
+    assert [len(text) for text in texts.values()] == [49, 50]
+
+
+@NATIVE
+def test_after_passes_with_prompts_the_draft_model_reads_what_all_rows_lack_in_one_pass(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, limit = ModelRunner(model, "native"), 10
+    shape: Any = {"chunk": 8, "max_prompt_tokens_per_pass": limit, "decodes_during_prefill": True}
+    decoder = DecodingLoop(Speculative(near(model, 0.05)).start(runner, 5, 128), **shape)
+    drafter: Any = decoder.session.drafter
+    requests = [Request(prompt(5 + row, row), 60) for row in range(3)] + [Request(prompt(50, row), 60) for row in (3, 4)]
+    texts: dict[int, list[int]] = {row: [] for row in range(5)}
+    for row in range(3):
+        decoder.admit(row, requests[row])
+    for step in decoded(decoder, texts):
+        if not step.prefill:
+            break
+    for row in (3, 4):
+        decoder.admit(row, requests[row])
+    num_steps = 0
+    while decoder.session.prefilling:
+        before = sum(drafter.store.length)
+        all(decoded(decoder, texts, steps=1))
+        num_steps += 1
+        assert 0 < sum(drafter.store.length) - before <= limit, "the limit is the draft model's, too"
+    assert num_steps >= 10, "decoding rows lack as many tokens"
+    passes, own = [], Prefill.run
+    monkeypatch.setattr(Prefill, "run", lambda self, *given: passes.append(self) or own(self, *given))
+    all(decoded(decoder, texts, steps=1))
+    assert len(passes) == 1
+    for row in range(5):
+        check_side(drafter, row, drafter.text[row])
+    all(decoded(decoder, texts))
+    assert [*texts.values()] == [decode(Autoregressive(), runner, [request])[0][0] for request in requests]
 
 
 def test_the_first_pass_feeds_what_is_lacking_and_no_more(model: Any) -> None:

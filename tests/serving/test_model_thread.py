@@ -257,7 +257,7 @@ def test_a_text_for_which_there_is_never_memory_is_refused_with_the_setting_s_na
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_a_row_that_runs_its_prompt_next_to_others_changes_no_text(raw: Any, method: Method) -> None:
     model, long, short = ModelRunner(raw), prompt(60, 1), prompt(5, 2)
-    decoder = DecodingLoop(method.start(model, 2, 128), chunk=8, mixes_steps=True)
+    decoder = DecodingLoop(method.start(model, 2, 128), chunk=8, decodes_during_prefill=True)
     decoder.admit(0, Request(short, 40))
     texts: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(4):
@@ -278,7 +278,7 @@ def test_prompts_that_arrive_together_share_passes_with_a_row_that_decodes(
     raw: Any, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, first, others = ModelRunner(raw), prompt(5, 2), {1: prompt(30, 3), 3: prompt(50, 4)}
-    decoder = DecodingLoop(method.start(model, 4, 128), chunk=64, max_prompt_tokens=40, mixes_steps=True)
+    decoder = DecodingLoop(method.start(model, 4, 128), chunk=64, max_prompt_tokens_per_pass=40, decodes_during_prefill=True)
     decoder.admit(0, Request(first, 40))
     texts: dict[int, list[int]] = {0: decoder.step().tokens[0], 1: [], 3: []}
     for row, ids in others.items():
@@ -304,7 +304,9 @@ def test_prompts_that_arrive_together_share_passes_with_a_row_that_decodes(
 
 def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_long_one_lets_others_pass(raw: Any) -> None:
     method = skipstone.Autoregressive()
-    decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 512), chunk=80, max_prompt_tokens=64, mixes_steps=True)
+    decoder = DecodingLoop(
+        method.start(ModelRunner(raw), 4, 512), chunk=80, max_prompt_tokens_per_pass=64, decodes_during_prefill=True
+    )
     prompts = {3: prompt(70, 3), 1: prompt(400, 1), 2: prompt(70, 2), 0: prompt(70, 0)}
     for row, one in prompts.items():
         decoder.admit(row, Request(one, 4))
@@ -318,7 +320,7 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
     for row, one in prompts.items():
         assert texts[row] == written(raw, method, one, 4)
     for limit, size, together in ((64, 30, 2), (None, 70, 4)):  # short ones run together, up to the limit
-        decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 256), max_prompt_tokens=limit)
+        decoder = DecodingLoop(method.start(ModelRunner(raw), 4, 256), max_prompt_tokens_per_pass=limit)
         for row in range(4):
             decoder.admit(row, Request(prompt(size, row), 4))
         assert sum(map(bool, decoder.step().tokens)) == together
@@ -346,7 +348,9 @@ def test_texts_that_depend_on_which_steps_draft_do_not_depend_on_prompts_of_othe
     }
 
     def texts(others: int) -> list[list[int]]:
-        decoder = DecodingLoop(methods[kind].start(ModelRunner(raw), 5, 128), chunk=8, max_prompt_tokens=8, mixes_steps=True)
+        decoder = DecodingLoop(
+            methods[kind].start(ModelRunner(raw), 5, 128), chunk=8, max_prompt_tokens_per_pass=8, decodes_during_prefill=True
+        )
         for row in range(4):
             decoder.admit(row, Request(prompt(5, row), 40, sampling=skipstone.Sampling(1.0, seed=row)))
         written: list[list[int]] = [[] for _ in range(5)]

@@ -49,12 +49,14 @@ class Drafter:
 
     Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. scratch_slots: number
     of slots that it needs per row after the row's tokens, for nodes of trees and for evaluations. own_threads: its torch
-    operations are too short for several threads. needs_verification: if False, every draft token is accepted (lossy).
+    operations are too short for several threads. needs_verification: if False, every draft token is accepted (lossy). coupled:
+    drafts are deterministic or drawn with the target's noise; False if they are drawn at random.
     """
 
     scratch_slots = 0
     own_threads = True
     needs_verification = True
+    coupled = True
     view: SessionView
 
     def bind(self, view: SessionView) -> None:
@@ -81,8 +83,8 @@ class Drafter:
     def remove_request(self, row: int) -> None:
         """Free a row. This may happen at any time, also during its prefill."""
 
-    def prefill_tokens(self, chunk: int) -> None:
-        """Read up to `chunk` prompt tokens per row, like the session, if the drafter reads prompts itself."""
+    def prefill_tokens(self, chunk: int, max_prompt_tokens_per_pass: int | None = None) -> None:
+        """Read prompts, like the session, if the drafter reads them itself. Arguments as in `Prefill.run`."""
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -95,10 +97,9 @@ class Drafter:
         raise NotImplementedError
 
     @property
-    def may_skip_drafts(self) -> bool:
-        """Whether a step without a draft changes no text. Lossy texts, and sampled ones under the standard rule, depend on the
-        steps that draft."""
-        return True
+    def text_depends_on_drafts(self) -> bool:
+        """Whether a step without a draft may change a text. It may if the method is lossy, or if drafts are drawn at random."""
+        return not self.needs_verification or not (self.coupled or self.view.sampler.greedy)
 
     def needs_logits(self, draft: Draft) -> bool:
         """Whether it needs the target's logits in greedy steps, where the engine would otherwise return only the argmax."""

@@ -71,10 +71,10 @@ class StageTimer:
 class DecodingLoop:
     """Decodes the rows of a session step by step. `admit` and `release` may be called between two steps.
 
-    chunk: number of prompt tokens that a row runs in one step. max_prompt_tokens: maximum number of those of all rows together;
-    None for no limit. mixes_steps: while prompts run, other rows decode without drafts in the same steps, or in every
-    second step if the drafter may not skip drafts. If False, they wait.
-    setup: seconds of set-up work before the first step, which reports them.
+    chunk: maximum number of prompt tokens that a row runs in one step. max_prompt_tokens_per_pass: as in `Prefill.run`.
+    decodes_during_prefill: while prompts run, other rows decode without drafts in the same passes, or in every second step if
+    the engine pays for padding or texts depend on drafts. If False, they wait. setup: seconds of set-up work before the first
+    step, which reports them.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class DecodingLoop:
         *,
         chunk: int = PREFILL_CHUNK,
         recorder: Recorder | None = None,
-        max_prompt_tokens: int | None = None,
-        mixes_steps: bool = False,
+        max_prompt_tokens_per_pass: int | None = None,
+        decodes_during_prefill: bool = False,
         setup: SetupSeconds | None = None,
     ) -> None:
-        self.session, self.chunk, self.recorder, self.mixes_steps = session, chunk, recorder, mixes_steps
-        session.prompts.max_tokens_per_pass = max_prompt_tokens
+        self.session, self.chunk, self.recorder = session, chunk, recorder
+        self.max_prompt_tokens_per_pass, self.decodes_during_prefill = max_prompt_tokens_per_pass, decodes_during_prefill
         self._has_prefilled = False  # whether the latest step ran prompts
         self._recorder_seconds = 0.0  # time of the recorder in the latest step
         self.setup: SetupSeconds = {} if setup is None else setup  # not reported yet
@@ -96,10 +96,10 @@ class DecodingLoop:
         self.stats = Stats()  # of all steps so far
         session.model.lock.loops.add(self)
 
-    def admit(self, row: int, request: Request, known: int = 0, source: int | None = None) -> None:
-        """Start a request in a free row. known, source: as in `Session.admit`."""
+    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> None:
+        """Start a request in a free row. num_cached_tokens, source_row: as in `Session.admit`."""
         with self.session.model.lock:
-            self.session.admit(row, request, known, source)
+            self.session.admit(row, request, num_cached_tokens, source_row)
         self.rows[row] = RunningRequest(request)
 
     def release(self, row: int) -> RunningRequest | None:
@@ -114,13 +114,20 @@ class DecodingLoop:
         """Whether any row has work left."""
         return self.session.prefilling or any(self.session.alive)
 
+    @property
+    def _mixes_steps(self) -> bool:
+        """Whether rows decode in the passes that run prompts."""
+        session = self.session
+        return self.decodes_during_prefill and session.model.engine.skips_padding and not session.drafter.text_depends_on_drafts
+
     @torch.inference_mode()
     def step(self) -> Step:
         """One step over all rows. It releases finished rows and lists them in `Step.finished`.
 
         Decoders of one model in several threads alternate step by step."""
         session, began, setup_before = self.session, time.perf_counter(), sum(self.setup.values())
-        takes_turn = self.mixes_steps and self._has_prefilled and any(session.alive) and not session.drafter.may_skip_drafts
+        decodes_next = self.decodes_during_prefill and self._has_prefilled and any(session.alive)
+        takes_turn = decodes_next and not self._mixes_steps
         self._has_prefilled = session.prefilling and not takes_turn
         has_own_threads = session.model.engine.own_threads and session.drafter.own_threads
         one_thread = SingleTorchThread() if has_own_threads else nullcontext()
@@ -135,11 +142,11 @@ class DecodingLoop:
     def _prefill(self) -> Step:
         """Run one chunk of the waiting prompts, and choose the next token of complete ones and of rows that decode."""
         session, clock = self.session, StageTimer(CPU, self.setup)  # an accelerator does not wait for an incomplete prompt
-        session.drafter.prefill_tokens(self.chunk)
+        limits = self.chunk, self.max_prompt_tokens_per_pass
+        session.drafter.prefill_tokens(*limits)
         clock.mark()
-        mixes = self.mixes_steps and session.drafter.may_skip_drafts
-        decoding = [row for row, alive in enumerate(session.alive) if alive and mixes]
-        scores, ready = session.prefill(self.chunk, decoding)
+        decoding = [row for row, alive in enumerate(session.alive) if alive] if self._mixes_steps else []
+        scores, ready = session.prefill(*limits, decoding)
         draft = Draft.empty(session.rows, session.model.device)
         if scores is None:
             verdicts = [NOTHING] * session.rows

@@ -12,7 +12,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # default number of prompt tokens per row and pass
-CPU_TOKENS_PER_PASS = 128
+CPU_PROMPT_TOKENS_PER_PASS = 128
 """Number of prompt tokens that keep a CPU busy. With more, a pass takes longer in proportion, and all rows wait for it."""
 
 
@@ -22,13 +22,11 @@ class Prefill:
     The deadline of a prompt of T tokens is reached when T further prompt tokens have run. So a short prompt overtakes a long
     one, but prompts that come much later do not.
 
-    max_tokens_per_pass: maximum number of prompt tokens in a pass; None for no limit. waiting: row -> remaining prompt tokens
-    [T], in the order of their deadlines.
+    waiting: row -> remaining prompt tokens [T], in the order of their deadlines.
     """
 
     def __init__(self, model: ModelRunner, store: KVCache) -> None:
         self.model, self.store = model, store
-        self.max_tokens_per_pass: int | None = None
         self.waiting: dict[int, Tensor] = {}
         self._deadlines: dict[int, int] = {}  # row -> value of `_num_run`
         self._num_run = 0  # prompt tokens so far
@@ -42,15 +40,18 @@ class Prefill:
     def remove(self, row: int) -> None:
         self.waiting.pop(row, None)
 
-    def run(self, chunk: int, next_tokens: Mapping[int, Tensor] | None = None) -> dict[int, Tensor]:
-        """Run up to `chunk` prompt tokens per row, and the next token [1] of rows that decode.
+    def run(
+        self, chunk: int, max_prompt_tokens_per_pass: int | None = None, next_tokens: Mapping[int, Tensor] | None = None
+    ) -> dict[int, Tensor]:
+        """Run one pass with up to `chunk` prompt tokens per row.
+
+        max_prompt_tokens_per_pass: maximum number of all rows together, padding included if it costs time; None for no limit.
+        next_tokens: row -> its next token [1], for rows that decode.
 
         Returns row -> hidden state [d] of its last token, for rows that decode or have finished their prompt.
         """
-        prompts, decoding = self._next_chunks(chunk), next_tokens or {}
-        joined = {**prompts, **decoding}
-        passes = [joined] if self.model.engine.skips_padding else [tokens for tokens in (prompts, decoding) if tokens]
-        states = {row: state for tokens in passes for row, state in self._run_pass(tokens).items()}
+        prompts = self._next_chunks(chunk, max_prompt_tokens_per_pass)
+        states = self._run_pass({**prompts, **(next_tokens or {})})
         for row, tokens in prompts.items():
             self._num_run += len(tokens)
             self.waiting[row] = self.waiting[row][len(tokens) :]
@@ -60,23 +61,30 @@ class Prefill:
                 del self.waiting[row]
         return states
 
-    def _next_chunks(self, chunk: int) -> dict[int, Tensor]:
-        """Row -> prompt tokens of the next pass. If padding costs time, they are those of neighbouring rows."""
-        rows, remaining = list(self.waiting), self.max_tokens_per_pass
+    def _next_chunks(self, chunk: int, limit: int | None) -> dict[int, Tensor]:
+        """Row -> prompt tokens of the next pass. limit: maximum number of them; None for no limit."""
         if not self.model.engine.skips_padding:
-            first, last = rows[0], rows[0]
-            while last + 1 in self.waiting:
-                last += 1
-            while first - 1 in self.waiting:
-                first -= 1
-            rows = [*range(rows[0], last + 1), *reversed(range(first, rows[0]))]
-        chunks = dict[int, Tensor]()
-        for row in rows:
-            tokens = self.waiting[row][: chunk if remaining is None else min(chunk, remaining)]
-            if len(tokens):
-                chunks[row] = tokens
-            remaining = None if remaining is None else remaining - len(tokens)
+            return self._next_block(chunk, limit)
+        chunks, remaining = dict[int, Tensor](), sum(map(len, self.waiting.values())) if limit is None else limit
+        for row, tokens in self.waiting.items():
+            if remaining:
+                chunks[row] = tokens[: min(chunk, remaining)]
+                remaining -= len(chunks[row])
         return chunks
+
+    def _next_block(self, chunk: int, limit: int | None) -> dict[int, Tensor]:
+        """The same of the first row and of waiting rows next to it. If there is a limit, no row runs more tokens than the
+        first."""
+        first, max_rows = next(iter(self.waiting)), self.store.rows
+        if limit is not None:
+            chunk = min(chunk, limit, len(self.waiting[first]))
+            max_rows = limit // chunk
+        stop = first + 1
+        while stop in self.waiting and stop - first < max_rows:
+            stop += 1
+        while first - 1 in self.waiting and stop - first < max_rows:
+            first -= 1
+        return {row: self.waiting[row][:chunk] for row in range(first, stop)}
 
     def _run_pass(self, tokens: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Run the next tokens [T] of some rows. Returns row -> hidden state [d] of its last token."""

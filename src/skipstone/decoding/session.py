@@ -59,20 +59,20 @@ class Session:
         """Whether a row still has prompt tokens to run."""
         return bool(self.prompts.waiting)
 
-    def admit(self, row: int, request: Request, known: int = 0, source: int | None = None) -> None:
+    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> None:
         """Give a free row to a request. ValueError, before anything changes, for a request that cannot be decoded.
 
-        known: number of first prompt tokens that are in the cache already; not all of them. source: the row that has them, with
-        or without a request; None for `row` itself."""
+        num_cached_tokens: number of first prompt tokens that are in the cache already; not all of them. source_row: the row
+        that has them, with or without a request; None for `row` itself."""
         assert not self.alive[row], f"row {row} is taken"
         assert row not in self.prompts.waiting, f"row {row} is taken"
-        assert 0 <= known < max(len(request.prompt), 1), "the last token of a prompt must run"
+        assert 0 <= num_cached_tokens < max(len(request.prompt), 1), "the last token of a prompt must run"
         self.validate_request(request)
-        if source not in (None, row):
-            self.store.copy(source, row, known)
-        self.store.length[row] = known
+        if source_row not in (None, row):
+            self.store.copy(source_row, row, num_cached_tokens)
+        self.store.length[row] = num_cached_tokens
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
-        self.prompts.add(row, request.prompt[known:])
+        self.prompts.add(row, request.prompt[num_cached_tokens:])
         self.drafter.add_request(row, request)
 
     def validate_request(self, request: Request) -> None:
@@ -101,13 +101,17 @@ class Session:
         self.sampler.release(row)
         self.drafter.remove_request(row)
 
-    def prefill(self, chunk: int, decoding: Sequence[int] = ()) -> tuple[Scores | None, list[int]]:
-        """Run up to `chunk` prompt tokens per row, and the last token of rows that decode. The drafter reads the prompts by
-        itself.
+    def prefill(
+        self, chunk: int, max_prompt_tokens_per_pass: int | None = None, decoding: Sequence[int] = ()
+    ) -> tuple[Scores | None, list[int]]:
+        """Run one pass of the waiting prompts, and the last token of rows that decode. The drafter reads the prompts by itself.
+
+        chunk, max_prompt_tokens_per_pass: as in `Prefill.run`.
 
         Returns (scores [B, 1, V], rows that decode or have finished their prompt), or (None, []) if there are none.
         """
-        states = self.prompts.run(chunk, {row: self.view.root[row : row + 1] for row in decoding})
+        next_tokens = {row: self.view.root[row : row + 1] for row in decoding}
+        states = self.prompts.run(chunk, max_prompt_tokens_per_pass, next_tokens)
         if not states:
             return None, []
         rows = list(states)

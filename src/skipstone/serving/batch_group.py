@@ -9,7 +9,7 @@ from skipstone.decoding.draft import Draft, RowVerdict, Step
 from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.method import Method
 from skipstone.decoding.output_recorder import OutputRecorder
-from skipstone.decoding.prefill import CPU_TOKENS_PER_PASS, Prefill
+from skipstone.decoding.prefill import CPU_PROMPT_TOKENS_PER_PASS, Prefill
 from skipstone.decoding.sampling import Scores
 from skipstone.decoding.session import Session
 from skipstone.engines.kv_cache import KVCache
@@ -47,9 +47,9 @@ class BatchGroup:
         self.loop = DecodingLoop(
             session,
             chunk=prefill_chunk_size,
-            max_prompt_tokens=CPU_TOKENS_PER_PASS if model.device.type == "cpu" else None,
+            max_prompt_tokens_per_pass=CPU_PROMPT_TOKENS_PER_PASS if model.device.type == "cpu" else None,
             recorder=self._recorder,
-            mixes_steps=True,
+            decodes_during_prefill=True,
             setup=collected_seconds(),
         )
         self._prefix_cache = PrefixCache(max_num_seqs, is_enabled=not model.family.recurrent)

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from skipstone import LayerSkip, PromptLookup, Recycle
+from skipstone.decoding.loop import DecodingLoop
 from skipstone.decoding.request import Request
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.methods.auto.auto import Auto, AutoDrafter
@@ -51,6 +52,22 @@ def looking() -> Any:
     drafter: Any = decoder.session.drafter
     drafter._settle()
     return drafter
+
+
+def test_steps_that_run_prompts_keep_no_continuations_because_nothing_charges_their_time() -> None:
+    decoder = DecodingLoop(Auto((PromptLookup(), Recycle())).start(ModelRunner(llama()), 2, 64), decodes_during_prefill=True)
+    drafter: Any = decoder.session.drafter
+    decoder.admit(0, Request(prompt(5), 40))
+    for _ in range(4):
+        decoder.step()
+    calls: list[str] = []
+    drafter.recycle.observe_scores = lambda *_: calls.append("kept")
+    drafter._looks_up = drafter._keeps = True  # as the latest decoding step may leave it
+    decoder.admit(1, Request(prompt(7, 1), 40))
+    step = decoder.step()
+    assert step.prefill
+    assert step.tokens[1]
+    assert not calls
 
 
 def test_only_warm_plain_steps_are_timed() -> None:

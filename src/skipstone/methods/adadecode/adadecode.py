@@ -242,10 +242,6 @@ class AdaDecodeDrafter(Drafter):
     def sampler(self) -> Sampler:
         return self.view.sampler
 
-    @property
-    def may_skip_drafts(self) -> bool:
-        return self.needs_verification and (self.coupled or self.sampler.greedy)
-
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [layers_used(name, exits=[layer for _, layer in self.exits])]
 

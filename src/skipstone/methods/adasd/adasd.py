@@ -138,8 +138,8 @@ class AdaSDDrafter(DraftModelDrafter):
         self.generation[row], self.verification[row] = GenerationThreshold(), VerificationThreshold(self.method.variant)
 
     @property
-    def may_skip_drafts(self) -> bool:
-        return not self.method.relaxed and super().may_skip_drafts
+    def text_depends_on_drafts(self) -> bool:
+        return self.method.relaxed or super().text_depends_on_drafts
 
     def needs_logits(self, draft: Draft) -> bool:
         return self.method.relaxed

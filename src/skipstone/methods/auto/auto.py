@@ -311,12 +311,12 @@ class AutoDrafter(Drafter):
         for one in self._members:
             one.remove_request(row)
 
-    def prefill_tokens(self, chunk: int) -> None:
+    def prefill_tokens(self, chunk: int, max_prompt_tokens_per_pass: int | None = None) -> None:
         """Draft models read the prompts as well, because a user has named them."""
         self._read_quiet_steps()
-        self._plain_in_a_row, self._ran_prompt = 0, True
+        self._plain_in_a_row, self._ran_prompt, self._looks_up, self._keeps = 0, True, False, False
         for one in self.candidates.values():
-            one.drafter.prefill_tokens(chunk)
+            one.drafter.prefill_tokens(chunk, max_prompt_tokens_per_pass)
 
     def run_background_work(self) -> None:
         if self._steps_left:

@@ -159,10 +159,6 @@ class ChainDrafter(Drafter):
         return self.view.sampler
 
     @property
-    def may_skip_drafts(self) -> bool:
-        return self.coupled or self.sampler.greedy
-
-    @property
     def layers(self) -> int:
         return self.exit_layer or self.model.depth
 

@@ -194,8 +194,9 @@ class DraftModelDrafter(ChainDrafter):
     After a step the draft model's cache lacks the last committed token. If a whole draft was accepted, it lacks two, because
     the draft model never read its last draft. It lacks more after steps without drafts, and catches up before the next draft.
 
-    store: KV cache of the draft model. prompts: prompts that it still reads. text: all tokens of every row. last_id: highest
-    token id of the draft model. Higher ids of the target are padding; the draft model reads `last_id` instead of them.
+    store: KV cache of the draft model. prompts: prompts that it reads while the target runs prompts. text: all tokens of every
+    row. last_id: highest token id of the draft model. Higher ids of the target are padding; the draft model reads `last_id`
+    instead of them.
     """
 
     def __init__(
@@ -246,9 +247,9 @@ class DraftModelDrafter(ChainDrafter):
         self.prompts.remove(row)
         self.store.length[row] = 0
 
-    def prefill_tokens(self, chunk: int) -> None:
-        if self.prompts.waiting:  # it may be empty: `_read_tokens` runs all waiting prompts
-            self.prompts.run(chunk)
+    def prefill_tokens(self, chunk: int, max_prompt_tokens_per_pass: int | None = None) -> None:
+        if self.prompts.waiting:  # the draft model may have read all prompts before the target has
+            self.prompts.run(chunk, max_prompt_tokens_per_pass)
 
     def one_call(self) -> tuple[int, SkipSet | None] | None:
         return self.draft_model.depth, None
@@ -289,9 +290,9 @@ class DraftModelDrafter(ChainDrafter):
     def _start_draft_forward(self, max_drafts: list[int]) -> PartialForward:
         """A forward of the draft model over its unread committed tokens (one or two), with space for `max_drafts` more."""
         lengths, live = self.store.length, [row for row, alive in enumerate(self.view.alive) if alive]
+        self._read_tokens({row: self.text[row][lengths[row] : -1] for row in live if len(self.text[row]) - lengths[row] > 2})
         for row in live:
-            if len(self.text[row]) - lengths[row] > 2:
-                self._read_tokens(row, self.text[row][lengths[row] : -1])  # all but its last token
+            self.prompts.remove(row)  # the rest of its prompt is read now
         unread = self._committed = max(len(self.text[row]) - lengths[row] for row in live)
         for row in live:  # if another row has two unread tokens, a row with one reads the token before it again
             lengths[row] = len(self.text[row]) - unread
@@ -303,11 +304,13 @@ class DraftModelDrafter(ChainDrafter):
             forward.append(columns[:, 1:])
         return forward
 
-    def _read_tokens(self, row: int, tokens: list[int]) -> None:
-        """Run the draft model over the next tokens of a row."""
-        self.prompts.add(row, on_device(tokens, self.draft_model.device).clamp_(max=self.last_id))
-        while self.prompts.waiting:
-            self.prompts.run(PREFILL_CHUNK)
+    def _read_tokens(self, tokens: dict[int, list[int]]) -> None:
+        """Run the draft model over the next tokens of some rows."""
+        unread = Prefill(self.draft_model, self.store)
+        for row, ids in tokens.items():
+            unread.add(row, on_device(ids, self.draft_model.device).clamp_(max=self.last_id))
+        while unread.waiting:
+            unread.run(PREFILL_CHUNK)
 
     def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         assert self._path is not None
@@ -341,7 +344,7 @@ class DraftModelDrafter(ChainDrafter):
         if len(text) - 1 - store.length[row] < count:
             return None
         if before := text[store.length[row] : -1 - count]:
-            self._read_tokens(row, before)
+            self._read_tokens({row: before})
         self.prompts.remove(row)
         begin, end = store.length[row], len(text) - 1
         ids = on_device([text[begin:end]], device).clamp_(max=self.last_id)  # [1, count]
