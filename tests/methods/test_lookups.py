@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import skipstone
 from skipstone import Auto, Autoregressive, Jacobi, LayerSkip, Lookahead, Method, PromptLookup, Recycle, Sampling
+from skipstone.decoding.draft import RowVerdict
 from skipstone.decoding.loop import run
 from skipstone.decoding.request import Request
 from skipstone.engines import host_transfer
@@ -210,6 +211,19 @@ def test_jacobi_refines_the_blocks_that_the_paper_says() -> None:
         guesses = [*behind, *first[len(behind) :]] if len(behind) < block else behind[:block]
         accepted += kept
     assert accepted > 1
+
+
+def test_jacobis_block_moves_with_a_text_that_goes_on_without_drafts() -> None:
+    """Rows 0 and 1 decode while a prompt runs. Row 2 gets its first token, for which its first guesses were made."""
+    model, block = llama(), 5
+    requests = [Request(prompt(n, n), 30) for n in (9, 12, 8)]
+    decoder = start(Jacobi(block), ModelRunner(model), requests)
+    decoder.step()
+    drafter: Any = decoder.session.drafter
+    before = drafter.guesses.tolist()
+    verdicts = [RowVerdict([], [5], "bonus", 0, 0), RowVerdict([], [5, 6], "bonus", 0, 0), RowVerdict([], [7], "prefill", 0, 0)]
+    drafter.observe_commits(None, verdicts)
+    assert drafter.guesses.tolist() == [[*before[0][1:], before[0][0]], [*before[1][2:], *before[1][:2]], before[2]]
 
 
 def branch(nodes: Any, node: int) -> list[int]:

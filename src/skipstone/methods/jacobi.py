@@ -70,15 +70,14 @@ class JacobiDrafter(Drafter):
         self._target_tokens = scores.best.clamp_min(0)  # NO_TOKEN becomes an arbitrary token
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
-        if draft is None or self._target_tokens is None:
-            return
-        if not draft.width:  # a plain step moves the block by one token
-            self.guesses = torch.cat([self.guesses[:, 1:], self.guesses[:, :1]], 1)
+        counts = [0 if verdict.final == "prefill" else len(verdict.tokens) for verdict in verdicts]
+        place = on_device(counts, self.device)[:, None] + torch.arange(self.block, device=self.device, dtype=torch.int64)
+        if draft is None or not draft.width:  # the block moves with the text
+            self.guesses = self.guesses.gather(1, place % self.block)
             return
         # the target's tokens after the committed ones, then tokens of the prompt
         targets, device = self._target_tokens, self.device
-        begin = on_device([len(verdict.tokens) for verdict in verdicts], device)[:, None]  # [B, 1]
+        assert targets is not None, "a draft is scored before it is committed"
         end = on_device([verdict.drafted + 1 for verdict in verdicts], device)[:, None]
-        place = begin + torch.arange(self.block, device=device, dtype=torch.int64)  # [B, block]
         known = targets.gather(1, place.clamp(max=targets.shape[1] - 1))
         self.guesses = torch.where(place < end, known, on_device(self.first_guesses, device))
