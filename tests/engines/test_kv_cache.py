@@ -50,6 +50,22 @@ def test_check_sees_a_wrong_entry_a_missing_layer_and_a_short_reference() -> Non
         store.reserve(601)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_copied_prefix_is_the_other_rows_and_nothing_else_changes(dtype: torch.dtype | None) -> None:
+    store, slots = KVCache(3, 2, 64, dtype), torch.arange(20).expand(3, -1)
+    store.reserve(20)
+    view = store.view(Pass(slots, slots, None, slice(0, 3), 20, 0))
+    for layer, (keys, values) in enumerate(torch.randn(2, 2, 3, 2, 20, 4, generator=torch.Generator().manual_seed(0))):
+        view.update(keys, values, layer)
+    before = [buffer.clone() for buffer in (*store.keys, *store.values) if buffer is not None]
+    store.copy(2, 0, 13)
+    after = [buffer for buffer in (*store.keys, *store.values) if buffer is not None]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[0, :, :13], old[2, :, :13])
+        assert torch.equal(new[0, :, 13:], old[0, :, 13:])
+        assert torch.equal(new[1:], old[1:])
+
+
 def ragged(tokens: int, temperature: float = 0.0, lengths: tuple[int, ...] = (5, 11, 3)) -> list[Request]:
     samplings = [Sampling(temperature, seed=row) for row in range(len(lengths))]
     return [Request(prompt(n, n), tokens + 3 * row, sampling=samplings[row]) for row, n in enumerate(lengths)]

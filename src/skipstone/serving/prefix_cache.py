@@ -20,15 +20,23 @@ class PrefixCache:
         self._num_uses = 0
 
     def choose_row(self, prompt: Sequence[int], free_rows: Sequence[int]) -> tuple[int, int, int]:
-        """(free row to take, row with the longest common prefix, length of that prefix). They are one row if that is free, else
-        the least recently used one is taken. The length is 0 if no row has a prefix that is worth it."""
+        """(free row to take, row with the prompt's prefix, length of that prefix; 0 if no row has one that is worth it).
+
+        A free row is taken with its prefix if the prompt has at least half of its text. Else another text would be lost without
+        need, and the prefix is copied to the least recently used row."""
         limited = prompt[:-1] if self.is_enabled else []  # the prompt's last token always runs
         common = [common_length(tokens, limited) for tokens in self._tokens]
-        best = max(range(len(common)), key=lambda row: (common[row], row in free_rows))
+
+        def rank(row: int) -> tuple[int, int]:
+            return common[row], -self._last_used[row]
+
+        free, source = max(free_rows, key=rank), max(range(len(common)), key=rank)
         oldest = min(free_rows, key=lambda row: self._last_used[row])
-        if common[best] < MIN_REUSED_TOKENS:
+        if common[source] < MIN_REUSED_TOKENS:
             return oldest, oldest, 0
-        return best if best in free_rows else oldest, best, common[best]
+        if 2 * common[free] >= len(self._tokens[free]) and common[source] - common[free] < MIN_REUSED_TOKENS:
+            return free, free, common[free]
+        return oldest, source, common[source]
 
     def store(self, row: int, tokens: list[int]) -> None:
         """Remember the tokens of a row; [] if its keys and values are wrong."""
