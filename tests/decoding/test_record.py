@@ -265,7 +265,7 @@ def test_all_time_from_the_call_to_the_last_token_is_counted(model: ModelRunner,
 
 def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
     stats, none = Stats(), {"drafted": [0, 0], "draft_steps": [0, 0], "accepted": [0, 0]}
-    stats.add(stepped(prefill=True, tokens=[[9], [9]], setup={"drafters": 2.0}, **none))
+    stats.add(stepped(prefill=True, tokens=[[9], [9]], origin=[["prefill"]] * 2, setup={"drafters": 2.0}, **none))
     stats.add(stepped(setup={"drafters": 0.5, "int4 copy": 1.5}))
     stats.add(stepped(tokens=[[1, 2, 3, 4, 5], []], accepted=[4, 0], drafted=[4, 0], draft_steps=[4, 0], verified_nodes=4))
     stats.add(stepped(probe=True, tokens=[[7], []], verified_nodes=0, **none))
@@ -285,6 +285,16 @@ def test_stats_are_a_fold_over_steps_pooled_not_averaged() -> None:
     assert (Stats().acceptance_rate, Stats().mean_acceptance_length, Stats().tokens_per_second) == (0, 1, 0)
 
 
+def test_rows_that_decode_next_to_prompts_count_as_plain_and_first_tokens_as_the_prompts() -> None:
+    none = {name: [0, 0, 0] for name in ("drafted", "draft_steps", "accepted", "overruled")}
+    origin = [["bonus"], ["prefill"], []]
+    step = stepped(prefill=True, tokens=[[7], [8], []], origin=origin, verified_nodes=0, **none)
+    assert step.decoding_rows == [0]
+    (stats := Stats()).add(step)
+    assert (stats.prefill_tokens, stats.tokens, stats.turns, stats.steps, stats.drafting) == (1, 1, 1, 1, 0)
+    assert (dict(stats.histogram), stats.seconds, stats.seconds_prefill) == ({0: 1}, pytest.approx(1.0), 0)
+
+
 def test_the_bound_of_the_speed_up_by_hand() -> None:
     """A step of 1.0 s: four draft passes .4, scoring .5, other .1. Plain decoding costs at most .1 + .5 a token."""
     stats, probe = Stats(), {"probe": True, "seconds_draft": 0.0, "seconds_score": 0.35, "seconds_other": 0.05}
@@ -293,5 +303,6 @@ def test_the_bound_of_the_speed_up_by_hand() -> None:
         one = {"tokens": [[1] * count], "drafted": [drafts], "draft_steps": [drafts], "accepted": [count - 1]}
         stats.add(stepped(origin=[[]], overruled=[0], **one, **more))
     assert stats.speed_up_bounds == pytest.approx((1.2, 1.2))
-    stats.add(stepped(prefill=True, seconds_draft=1.0, seconds_score=2.0, seconds_other=0.0, setup={"draft model": 5.0}))
+    prompt_run = {"prefill": True, "tokens": [[1]], "origin": [["prefill"]], "setup": {"draft model": 5.0}}
+    stats.add(stepped(seconds_draft=1.0, seconds_score=2.0, seconds_other=0.0, **prompt_run))
     assert stats.speed_up_bounds == pytest.approx(((2.0 + 2.4) / (5.0 + 3.0 + 2.0), 1.2)), "plain decoding has no draft model"

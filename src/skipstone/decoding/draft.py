@@ -265,8 +265,9 @@ class Step:
 
     origin: for each token "prefill", "draft" (accepted), "recovered" or "bonus". drafted: number of tokens submitted.
     draft_steps: number of drafter passes. verified_nodes: number of scored nodes, leaves included. prefill: the step ran parts
-    of prompts, and rows that decoded had no drafts. probe: a plain step to measure plain decoding. drafter, reason: the drafter
-    that `auto` chose, and why. finished: rows that ended in this step. errors: failed rows among them -> reason.
+    of prompts; rows that decoded had no drafts, and seconds_draft is the time in which the drafter read prompts. probe: a plain
+    step to measure plain decoding. drafter, reason: the drafter that `auto` chose, and why. finished: rows that ended in this
+    step. errors: failed rows among them -> reason.
     Seconds are wall-clock. On CUDA, those of searching, drafting and scoring are device time, and other is the rest of the
     step. seconds_search: spent for later steps (`Drafter.run_background_work`). seconds_outside: of learning and recording
     after these stages, and of waiting for other users of the model. setup: name of set-up work -> its seconds, which no stage
@@ -295,6 +296,11 @@ class Step:
     records: list[list[TokenRecord]] | None = None
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None
+
+    @property
+    def decoding_rows(self) -> list[int]:
+        """Rows that decoded, with drafts or without. The first token of a text comes with its prompt."""
+        return [row for row, tokens in enumerate(self.tokens) if tokens and self.origin[row] != ["prefill"]]
 
     @property
     def seconds(self) -> float:

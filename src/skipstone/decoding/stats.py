@@ -11,8 +11,8 @@ from skipstone.utils.setup_times import SetupSeconds
 
 @dataclass(slots=True)
 class Stats:
-    """Sums over Steps. The first token of a row belongs to the prefill and to no step, and so do all tokens of steps that ran
-    prompts.
+    """Sums over Steps. The first token of a row belongs to the prefill and to no step. A step in which rows decode next to
+    prompts is a decoding step with all its time.
 
     steps: number of (row, step) pairs that committed tokens by decoding; drafting: those with a draft. turns: number of steps
     of the loop. Probe steps are counted separately. drafters: turns by drafter, for `auto`. overruled: 0 without verification.
@@ -46,13 +46,16 @@ class Stats:
     def add(self, step: Step) -> None:
         """Count one step."""
         self._add_setup(step.setup)
+        rows, tokens = step.decoding_rows, sum(map(len, step.tokens))
         if step.prefill:
-            self.prefill_tokens += sum(map(len, step.tokens))
-            self.seconds_prefill += step.seconds + step.seconds_outside
-            self.seconds_prefill_draft += step.seconds_draft
-            return
+            first_tokens = step.origin.count(["prefill"])
+            self.prefill_tokens, tokens = self.prefill_tokens + first_tokens, tokens - first_tokens
+            if not rows:
+                self.seconds_prefill += step.seconds + step.seconds_outside
+                self.seconds_prefill_draft += step.seconds_draft
+                return
         self.seconds_outside += step.seconds_outside
-        self.tokens += sum(map(len, step.tokens))
+        self.tokens += tokens
         if step.drafter:
             self.drafters[step.drafter] += 1
         if step.probe:
@@ -60,11 +63,10 @@ class Stats:
             self.seconds_probe += step.seconds
             return
         self.turns += 1
-        for row, tokens in enumerate(step.tokens):
-            if tokens:
-                self.steps += 1
-                self.drafting += step.draft_steps[row] > 0
-                self.histogram[step.accepted[row]] += 1
+        self.steps += len(rows)
+        for row in rows:
+            self.drafting += step.draft_steps[row] > 0
+            self.histogram[step.accepted[row]] += 1
         self.drafted += sum(step.drafted)
         self.draft_steps += sum(step.draft_steps)
         self.accepted += sum(step.accepted)

@@ -133,9 +133,12 @@ class BatchGroup:
         stats.accepted_prediction_tokens = self.loop.session.drafter.accepted_predictions(row)
         if details is not None:
             self._complete_details(details, row, step, stats.steps)
-        milliseconds = 1000 * step.seconds_draft, 1000 * step.seconds_score
+        decodes = row in step.decoding_rows
+        drafter, reason = (step.drafter, step.reason) if decodes else ("", "")
+        seconds_draft = 0.0 if step.prefill and decodes else step.seconds_draft  # the drafter read the prompts of other rows
+        milliseconds = 1000 * seconds_draft, 1000 * step.seconds_score
         own = stats.steps, step.tokens[row], step.origin[row], logprobs, step.drafted[row]
-        self.send(pending, StepOutput(*own, step.drafter, step.reason, milliseconds, details))
+        self.send(pending, StepOutput(*own, drafter, reason, milliseconds, details))
 
     def _complete_details(self, details: StepDetails, row: int, step: Step, num_steps: int) -> None:
         """Add the layers if they have changed, and every few steps the time of a plain step."""

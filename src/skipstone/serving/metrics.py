@@ -47,16 +47,18 @@ class Metrics:
         self.accepted = create("Counter", "spec_decode_num_accepted_tokens", "Accepted draft tokens.")
         self._positions = create("Counter", "spec_decode_num_accepted_tokens_per_pos", "By place in the draft.", ("position",))
         self.draft_seconds = create("Counter", "spec_decode_draft_seconds", "Seconds of drafting.")
-        self.verify_seconds = create("Counter", "spec_decode_verify_seconds", "Seconds of scoring.")
+        self.verify_seconds = create(
+            "Counter", "spec_decode_verify_seconds", "Seconds of scoring, with prompts in the same pass."
+        )
         self.setup_seconds = create("Counter", "setup_seconds", "Seconds of set-up work, such as copies of the weights.")
         self._drafters = create("Counter", "spec_decode_steps", "Steps by drafter; plain: no draft.", ("method",))
 
     def step(self, method: str, step: Step) -> None:
         """Count a step. method: name of its method."""
         self.setup_seconds.inc(sum(step.setup.values()))
-        if step.prefill:
+        if not step.decoding_rows:
             return
-        self.draft_seconds.inc(step.seconds_draft)
+        self.draft_seconds.inc(0.0 if step.prefill else step.seconds_draft)
         self.verify_seconds.inc(step.seconds_score)
         drafter = step.drafter or (method if any(step.drafted) else PLAIN)
         self._drafters.labels(**self._model, method=drafter).inc()

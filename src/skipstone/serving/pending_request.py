@@ -97,7 +97,7 @@ class RequestStats:
     def add(self, step: Step, row: int) -> None:
         """Count a step in which the row committed tokens."""
         self.tokens += len(step.tokens[row])
-        if step.origin[row] == ["prefill"]:
+        if row not in step.decoding_rows:
             return
         self.steps += 1
         if step.drafter:

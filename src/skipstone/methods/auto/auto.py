@@ -511,6 +511,8 @@ class AutoDrafter(Drafter):
     def observe_step(self, step: Step) -> None:
         if step.prefill:
             self._take_preparations()
+            if step.decoding_rows:
+                step.drafter, step.reason = PLAIN, "prompts ran in the same pass"
             return
         decision, learned, live = self._decision, self.learned, [len(tokens) for tokens in step.tokens if tokens]
         step.drafter, step.reason, step.probe = decision.kind, decision.reason, decision.kind == PROBE
