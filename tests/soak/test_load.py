@@ -158,15 +158,18 @@ def set_affinity(served: Process, cpus: set[int]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="affinities are Linux's")
-def test_texts_are_the_same_while_cores_and_threads_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("threads", ["", "5"])
+def test_texts_are_the_same_while_cores_and_threads_come_and_go(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases, seen, over, started = pool(), Seen(), threading.Event(), list[int]()
-    monkeypatch.setenv(VARIABLE, "5")
+    monkeypatch.setenv(VARIABLE, threads)
     with serving("--max-waiting", "24") as served:
         disturbing = threading.Thread(target=lambda: started.append(disturb(served, over)))
         disturbing.start()
-        asyncio.run(ask_all(served.url, [drawn(cases, number) for number in range(DISTURBED_CLIENTS)], seen))
-        over.set()
-        disturbing.join()
+        try:
+            asyncio.run(ask_all(served.url, [drawn(cases, number) for number in range(DISTURBED_CLIENTS)], seen))
+        finally:
+            over.set()
+            disturbing.join()
         served.until_idle()
     print(f"\n{sum(started)} processes came and went: {seen.answers} answers, {seen.tokens / SECONDS:.0f} tokens a second")
     assert not seen.wrong, f"{len(seen.wrong)} of {seen.answers}, the first: {seen.wrong[0]}"
