@@ -1136,24 +1136,49 @@ void check_one_thread() {
   CHECK(found == 2);
 }
 
-// After a job that the caller waited long for, jobs have one thread fewer for a pause.
-void check_long_wait() {
-  struct Found { std::chrono::milliseconds sleep; int threads; };
-  auto threads_of_job = [](int milliseconds) {
-    Found found{std::chrono::milliseconds(milliseconds), 0};
-    Pool::shared().run(3, [](void* context, int thread, int threads, Pool&) noexcept {
-      Found& job = *static_cast<Found*>(context);
-      if (thread == 0) job.threads = threads;
-      else std::this_thread::sleep_for(job.sleep);
-    }, &found);
-    return found.threads;
+// Jobs that wait for half of their time leave out threads; shorter waits, and a wait of a time slice, do not.
+void check_thread_limit() {
+  constexpr int64_t MILLISECOND = 1'000'000, JOBS = ThreadLimit::WINDOW / MILLISECOND, PAUSE = ThreadLimit::PAUSE;
+  int64_t now = 7 * PAUSE;
+  ThreadLimit limit;
+  const auto run_window = [&](int64_t waited) {
+    for (int64_t job = 0; job < JOBS; job++, now += MILLISECOND) limit.add_job(now, now + MILLISECOND, waited);
   };
-  const std::chrono::nanoseconds until_calm(Pool::MAX_PAUSE + Pool::CALM);
-  std::this_thread::sleep_for(until_calm);
-  CHECK(threads_of_job(400) == 3);
-  CHECK(threads_of_job(0) == 2);
-  std::this_thread::sleep_for(until_calm);
+  limit.add_job(now, now + MILLISECOND, 5 * MILLISECOND);
+  run_window(0);
+  for (int i = 0; i < 10; i++) run_window(MILLISECOND / 3);
+  CHECK(limit.limited(8, now) == 8);
+  run_window(MILLISECOND / 2);
+  CHECK(limit.limited(8, now) == 7 && limit.limited(64, now) == 63 && limit.limited(1, now) == 1);
+  run_window(0);
+  CHECK(limit.limited(8, now) == 7);
+  CHECK(limit.limited(8, now + PAUSE) == 8);
+  run_window(MILLISECOND / 2);
+  run_window(MILLISECOND / 2);
+  CHECK(limit.limited(8, now + PAUSE / 2) == 6 && limit.limited(2, now) == 1);
+  CHECK(limit.limited(8, now + PAUSE) == 7);
+  CHECK(limit.limited(8, now + PAUSE + PAUSE / 2) == 8);
+  for (int i = 0; i < 63; i++) run_window(MILLISECOND / 2);
+  CHECK(limit.limited(64, now) == 1);
+  CHECK(limit.limited(64, now + 2 * PAUSE) == 64);
+}
+
+// Jobs have fewer threads soon if any one is late each time, the caller included, and all again after the pauses.
+void check_late_thread(int late) {
+  struct Job { int late, milliseconds, threads; };
+  const auto threads_of_job = [&](int milliseconds) {
+    Job made{late, milliseconds, 0};
+    Pool::shared().run(3, [](void* context, int thread, int threads, Pool&) noexcept {
+      Job& job = *static_cast<Job*>(context);
+      if (thread == 0) job.threads = threads;
+      if (thread == job.late) std::this_thread::sleep_for(std::chrono::milliseconds(job.milliseconds));
+    }, &made);
+    return made.threads;
+  };
+  std::this_thread::sleep_for(std::chrono::nanoseconds(2 * ThreadLimit::PAUSE));
   CHECK(threads_of_job(0) == 3);
+  int jobs = 1;
+  while (threads_of_job(2 * ThreadLimit::WINDOW / 1'000'000) == 3) CHECK(jobs++ < 10);
 }
 
 int main(int count, char** arguments) {
@@ -1161,7 +1186,8 @@ int main(int count, char** arguments) {
   CHECK(count >= 5);
   const Library library(arguments[1]);
   check_one_thread();
-  check_long_wait();
+  check_thread_limit();
+  for (int late = 0; late < 3; late++) check_late_thread(late);
   CHECK(library.abi() > 0);
   CHECK(std::strcmp(library.level(), arguments[2]) == 0);
   CHECK(std::strlen(library.source_hash()) == 16);

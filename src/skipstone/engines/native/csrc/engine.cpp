@@ -212,7 +212,7 @@ struct Run {
     norm_rows(x + first * x_stride, x_stride, weight, last - first, m.hidden, m.epsilon, normed + first * x_stride, x_stride);
     Rows rows(normed, n, x_stride, m.hidden, scratch.forms[shared ? 0 : thread]);
     rows.fill(matrices, first, last);
-    if (shared) pool.barrier(thread == 0);
+    if (shared) pool.barrier(thread);
     return rows;
   }
 
@@ -223,7 +223,7 @@ struct Run {
     if (shared) share(n, thread, threads, first, last);
     Rows rows(from, n, stride, matrix.inputs, scratch.forms[shared ? 0 : thread]);
     rows.fill({&matrix}, first, last);
-    if (shared) pool.barrier(thread == 0);
+    if (shared) pool.barrier(thread);
     return rows;
   }
 
@@ -241,7 +241,7 @@ struct Run {
       matmul(*part, rows, projected + start * LANES, projected_stride, a, b, count * LANES, next);
       start += count;
     }
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
     // norms and rotary phases; write keys and values to their slots
     const int64_t heads = m.heads + 2 * m.kv_heads, size = m.head_size;
     const int64_t k_start = layer.q.count() * LANES, v_start = k_start + layer.k.count() * LANES;
@@ -269,11 +269,11 @@ struct Run {
       if (is_query) std::memcpy(scratch.queries.data() + (row * m.heads + h) * padded, head, sizeof(float) * padded);
       else write_head(store.keys[index], entry, head_index, head);
     }
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
     // attention
     if (store.type == BFLOAT16) attend_lines<uint16_t>(layer, index, thread, threads, spare.data());
     else attend_lines<float>(layer, index, thread, threads, spare.data());
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
     const char* next = first_weights(layer.gate, thread, threads);
     add_to_stream(layer, layer.o, attended, attended_stride, layer.norm_after_attention, next, thread, threads, pool);
   }
@@ -327,7 +327,7 @@ struct Run {
     if (start < stop)
       for (int64_t r = 0; r < n; r++)
         activate(layer.activation, inner + r * inner_stride + start, up + r * inner_stride + start, stop - start);
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
     const char* next = index + 1 < to ? first_weights(m.layers[index + 1], thread, threads) : first_weights(m.head, thread, threads);
     add_to_stream(layer, layer.down, inner, inner_stride, layer.norm_after_mlp, next, thread, threads, pool);
   }
@@ -338,7 +338,7 @@ struct Run {
     share(matrix.count(), thread, threads, first, last);
     const Rows rows = inputs_of(matrix, from_rows, stride, thread, threads, pool);
     matmul(matrix, rows, added, x_stride, first, last, x_stride, next);
-    if (norm != nullptr) pool.barrier(thread == 0);
+    if (norm != nullptr) pool.barrier(thread);
     const int64_t start = first * LANES, stop = std::min(last * LANES, m.hidden);
     for (int64_t r = 0; r < n; r++) {
       float *to = x + r * x_stride, *more = added + r * x_stride;
@@ -348,7 +348,7 @@ struct Run {
         to[i] = to[i] + y * layer.residual;
       }
     }
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
   }
 
   void write_head(void* buffer, const Entry& entry, int64_t head, const float* from_head) {
@@ -511,7 +511,7 @@ struct Head {
       Rows rows(normed, n, x_stride, head.inputs, scratch.forms[thread]);
       rows.fill({transform}, 0, n);
       matmul(*transform, rows, transformed, x_stride, first, last, x_stride, first_weights(head, thread, threads));
-      pool.barrier(thread == 0);
+      pool.barrier(thread);
       normed = transformed;
     }
     const int64_t outputs = head.outputs;
@@ -544,7 +544,7 @@ struct Head {
       }
     }
     if (best == nullptr) return;
-    pool.barrier(thread == 0);
+    pool.barrier(thread);
     for (int64_t r = thread; r < n; r += threads) {
       const float* row = logits + r * outputs;
       int64_t winner = NONE;

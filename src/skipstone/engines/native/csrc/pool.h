@@ -4,9 +4,7 @@
 // threads on one core must not use up each other's time slices. If a worker was last seen on the caller's core, the caller moves it to
 // another core. While the caller runs, the worker would get no time there.
 //
-// If another process holds a core, every barrier waits for the end of its time slice. If the caller waited for much of a job, its next
-// jobs therefore have one thread fewer, for a pause. Then they have up to twice as many, and all if no wait is long for CALM. A long wait
-// before that makes a pause twice the last one, so that trials cost little. Else a pause is as long as the wait.
+// If another process holds a core, every barrier waits for the end of its time slice. Then jobs leave out threads, see `ThreadLimit`.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -32,16 +30,47 @@ inline void relax() {
 #endif
 }
 
+// Counts the threads that jobs leave out. If jobs waited for threads in much of a WINDOW, one more is left out. It comes back after PAUSE,
+// and each further one in half the time of the last, so all are back within twice PAUSE.
+class ThreadLimit {
+ public:
+  static constexpr int64_t WINDOW = 20'000'000;  // nanoseconds of jobs: several time slices of the scheduler
+  static constexpr double LONG_SHARE = 0.4;      // of a window: a process that shares a core takes half of it
+  static constexpr int64_t PAUSE = 200'000'000;  // nanoseconds
+
+  // The number of threads at a time, for a job that may have `threads`.
+  int limited(int threads, int64_t now) {
+    while (num_left_out_ > 0 && now >= pause_end_) {
+      num_left_out_--;
+      pause_ /= 2;
+      pause_end_ += pause_;
+    }
+    return std::max(1, threads - num_left_out_);
+  }
+
+  // Counts a job from `start` to `now` that waited so long for threads.
+  void add_job(int64_t start, int64_t now, int64_t waited) {
+    window_ += now - start;
+    waited_ += waited;
+    if (window_ < WINDOW) return;
+    if (double(waited_) > LONG_SHARE * double(window_)) {
+      num_left_out_++;
+      pause_ = PAUSE;
+      pause_end_ = now + PAUSE;
+    }
+    window_ = waited_ = 0;
+  }
+
+ private:
+  int num_left_out_ = 0;
+  int64_t pause_ = 0, pause_end_ = 0;
+  int64_t window_ = 0, waited_ = 0;  // of the jobs since the last window
+};
+
 class Pool {
  public:
   static constexpr int SPINS_AT_BARRIER = 2000;   // pauses before a waiting thread yields its core
   static constexpr int SPINS_BETWEEN_JOBS = 20000;  // pauses before a worker goes to sleep
-
-  // Nanoseconds.
-  static constexpr int64_t LONG_WAIT = 300'000;  // minimum time that the caller yields in a disturbed job
-  static constexpr double LONG_SHARE = 0.4;  // minimum share of the job's time, likewise
-  static constexpr int64_t MAX_PAUSE = 250'000'000;
-  static constexpr int64_t CALM = 50'000'000;  // several time slices of the scheduler
 
   // A job must not throw, because the other threads would wait forever.
   using Job = void (*)(void* context, int thread, int threads, Pool& pool) noexcept;
@@ -58,14 +87,15 @@ class Pool {
   // Runs job(context, t, T, pool) for t in [0, T) and waits for all. T <= threads. It is 1 while another caller's job has the workers.
   void run(int threads, Job job, void* context) {
     std::unique_lock<std::mutex> lock(busy_, std::defer_lock);
-    if (threads > 1) threads = lock.try_lock() ? limited(threads) : 1;
+    if (threads > 1) threads = lock.try_lock() ? limit_.limited(threads, nanoseconds()) : 1;
     if (threads <= 1) {
       if (lock) lock.unlock();
       Pool alone;
       job(context, 0, 1, alone);
       return;
     }
-    while (int(workers_.size()) < threads - 1) start_worker();
+    bool are_awake = true;  // all workers: one that wakes up is late on a free core, too
+    for (; int(workers_.size()) < threads - 1; are_awake = false) start_worker();
     threads_ = threads;
     job_ = job;
     context_ = context;
@@ -74,23 +104,20 @@ class Pool {
       Worker& worker = *workers_[size_t(i)];
       if (core >= 0 && worker.core.load(std::memory_order_relaxed) == core) worker.move_off(core);
       worker.jobs.fetch_add(1, std::memory_order_seq_cst);
-      if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
+      if (!worker.asleep.load(std::memory_order_seq_cst)) continue;
+      worker.jobs.notify_one();
+      are_awake = false;
     }
-    waited_ = 0;
     const int64_t start = nanoseconds();
     job(context, 0, threads, *this);
-    barrier(true);
-    const int64_t now = nanoseconds();
-    if (waited_ > LONG_WAIT && double(waited_) > LONG_SHARE * double(now - start)) {
-      fewer_threads_ = threads - 1;
-      pause_ = std::min(now < calm_from_ ? 2 * pause_ : waited_, MAX_PAUSE);
-      trial_from_ = now + pause_;
-      calm_from_ = trial_from_ + CALM;
-    }
+    barrier(0);
+    const int64_t waited = std::max(waited_[0].exchange(0, std::memory_order_relaxed), waited_[1].exchange(0, std::memory_order_relaxed));
+    if (are_awake) limit_.add_job(start, nanoseconds(), waited);
   }
 
-  // Waits for all threads of the job. caller: this thread called `run`, and its waiting is timed.
-  void barrier(bool caller = false) {
+  // Waits for all threads of the job. The waits of threads 0 and 1 are timed: one of them waits for any thread that is late. If thread 1
+  // waits at the end of a job, the wait counts in the next job.
+  void barrier(int thread) {
     const int threads = threads_;  // read before this thread is counted: afterwards the next job may change it
     if (threads == 1) return;
     const int generation = generation_.load(std::memory_order_relaxed);
@@ -105,7 +132,7 @@ class Pool {
     }
     const int64_t start = nanoseconds();
     while (generation_.load(std::memory_order_acquire) == generation) sched_yield();
-    if (caller) waited_ += nanoseconds() - start;
+    if (thread < 2) waited_[thread].fetch_add(nanoseconds() - start, std::memory_order_relaxed);
   }
 
  private:
@@ -135,12 +162,6 @@ class Pool {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
-  // The number of threads that a job has now, of those it may have.
-  int limited(int threads) const {
-    const int64_t now = nanoseconds();
-    return std::min(threads, now < trial_from_ ? fewer_threads_ : now < calm_from_ ? 2 * fewer_threads_ : threads);
-  }
-
   void start_worker() {
     const int index = int(workers_.size()) + 1;
     workers_.reserve(size_t(index));
@@ -163,7 +184,7 @@ class Pool {
         own.asleep.store(false, std::memory_order_relaxed);
       }
       job_(context_, index, threads_, *this);
-      barrier();
+      barrier(index);
     }
   }
 
@@ -171,10 +192,8 @@ class Pool {
   std::mutex busy_;
   std::vector<Worker*> workers_;  // never freed: their threads outlive this object
   int threads_ = 1;
-  int64_t waited_ = 0;  // nanoseconds that the caller yielded in this job
-  int fewer_threads_ = 1;  // of a job before `trial_from_`
-  int64_t pause_ = 0;  // the last one, in nanoseconds
-  int64_t trial_from_ = 0, calm_from_ = 0;  // nanoseconds of the clock
+  ThreadLimit limit_;
+  std::atomic<int64_t> waited_[2] = {0, 0};  // nanoseconds that threads 0 and 1 yielded since the last job's end
   Job job_ = nullptr;
   void* context_ = nullptr;
   alignas(64) std::atomic<int> arrived_{0};
