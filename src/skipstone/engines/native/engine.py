@@ -132,7 +132,7 @@ class NativeEngine(Engine):
 
     @property
     def nbytes(self) -> int:
-        """Size of the panels."""
+        """Size of its panels; 0 if another engine has packed them."""
         return self._weights.bytes
 
     def cache_panels(self, model: Any, before_piece: Callable[[int], None] = lambda _: None) -> bool:

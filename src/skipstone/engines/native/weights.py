@@ -158,7 +158,7 @@ class RowSource(NamedTuple):
 class NativeWeights:
     """A model's weights in panels, which live as long as this object.
 
-    model: struct of the C ABI. bytes: of the panels. rotary: sources of the rotary tables, in the order of their numbers.
+    model: struct of the C ABI. bytes: of the panels that it has packed. rotary: sources of the rotary tables, by their numbers.
     attributes: modules' plain attributes and buffers that were read.
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
     `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
