@@ -4,7 +4,7 @@
         [--openvino PYTHON --ir FOLDER ...] [--transformers] [--rounds 5]
 
 Every row runs in processes of its own, which take turns in every round. Each one decodes 64 tokens plainly after a prompt of
-one token, and prefills 512 tokens, three times after an untimed time. Then it computes passes of 1 to 32 rows with logits
+one token, and prefills 512 tokens, three times after an untimed time. Then it computes passes of 1 to 128 rows with logits
 behind 150 tokens. --ours: settings of `skipstone.load` for a row, separated by spaces; several times. "" is the model as
 stored. SKIPSTONE_NATIVE_LEVEL names another instruction set for our rows. --llama-cpp: the folder of llama-bench; every FILE is
 a row. --openvino: a Python that has openvino-genai; every FOLDER of a model is a row. --transformers adds a row of
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from skipstone.utils.processor_watch import machine_seconds
 
 DECODED, PREFILL, CONTEXT = 64, 512, 150
-WIDTHS = (1, 2, 4, 8, 16, 32)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 REPEATS, PASSES = 3, 15
 """Measurements of each process: of decoding and of the prefill, and of each pass."""
 
@@ -192,7 +192,7 @@ def report(rounds: dict[str, list[Speeds]]) -> None:
         shares = [one.share for one in speeds if one.share is not None]
         cells.insert(2, text_of(shares, 2) if shares else "")
         print(f"| {name} | {' | '.join(cells)} | {statistics.median(one.peak for one in speeds):.0f} |")
-    print(f"\n| ms of a pass by its rows | {' | '.join(map(str, WIDTHS))} | 8 rows / 1 row |\n" + "| --- " * 8 + "|")
+    print(f"\n| ms of a pass by its rows | {' | '.join(map(str, WIDTHS))} | 8 rows / 1 row |\n" + "| --- " * (len(WIDTHS) + 2) + "|")
     for name, speeds in rounds.items():
         if speeds[0].passes:
             columns = zip(*(one.passes for one in speeds), strict=True)
