@@ -192,7 +192,8 @@ def report(rounds: dict[str, list[Speeds]]) -> None:
         shares = [one.share for one in speeds if one.share is not None]
         cells.insert(2, text_of(shares, 2) if shares else "")
         print(f"| {name} | {' | '.join(cells)} | {statistics.median(one.peak for one in speeds):.0f} |")
-    print(f"\n| ms of a pass by its rows | {' | '.join(map(str, WIDTHS))} | 8 rows / 1 row |\n" + "| --- " * (len(WIDTHS) + 2) + "|")
+    print(f"\n| ms of a pass by its rows | {' | '.join(map(str, WIDTHS))} | 8 rows / 1 row |")
+    print("| --- " * (len(WIDTHS) + 2) + "|")
     for name, speeds in rounds.items():
         if speeds[0].passes:
             columns = zip(*(one.passes for one in speeds), strict=True)
