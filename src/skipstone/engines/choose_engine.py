@@ -147,10 +147,12 @@ class PreparedModel:
         ValueError if the native engine is requested, by its name or by `quantize`, and cannot run the model. ValueError if
         `compute_dtype` is "bfloat16" and the engine would round nothing.
         """
-        if options.compute_dtype == "bfloat16" and (reason := self._why_nothing_is_rounded(options, model)) is not None:
-            raise ValueError(f"compute_dtype='bfloat16', asked for now or when the model was loaded, needs {reason}")
         chosen = self.engines.get(key := options.engine_key)
-        if chosen is None or chosen[1] is not None or not chosen[0].is_current(version):  # native may be possible now
+        if chosen is not None and (chosen[1] is not None or not chosen[0].is_current(version)):  # native may be possible now
+            chosen = None
+        if options.compute_dtype == "bfloat16" and (chosen is None or not chosen[0].rounds_inputs):
+            self._expect_rounding(options, model)
+        if chosen is None:
             chosen = self.engines[key] = self._make_engine(options, model, version)
         return chosen
 
@@ -176,15 +178,19 @@ class PreparedModel:
             raise ValueError(f"quantize={options.quantize!r} needs the native engine, which cannot run this model: {reason}")
         return self.choose_engine(EngineOptions("eager").over(options), model, version)[0], reason
 
-    def _why_nothing_is_rounded(self, options: EngineOptions, model: Any) -> str | None:
-        """What is missing for products that round their inputs; None if nothing is."""
+    def _expect_rounding(self, options: EngineOptions, model: Any) -> None:
+        """ValueError if no product would round its inputs to bfloat16."""
         if options.quantizes:
-            return f"weights that are not quantised, found quantize={options.quantize!r}"
-        if options.engine not in ("auto", "native"):
-            return f"the native engine, found engine={options.engine!r}"
-        if (reason := why_not(model, self.description)) is not None:
-            return f"the native engine, which cannot run this model: {reason}"
-        return None if has_bfloat16_matrices(model) else "bfloat16 weights, and this model has none"
+            missing = f"weights that are not quantised, found quantize={options.quantize!r}"
+        elif options.engine not in ("auto", "native"):
+            missing = f"the native engine, found engine={options.engine!r}"
+        elif (reason := why_not(model, self.description)) is not None:
+            missing = f"the native engine, which cannot run this model: {reason}"
+        elif has_bfloat16_matrices(model):
+            return
+        else:
+            missing = "bfloat16 weights, and this model has none"
+        raise ValueError(f"compute_dtype='bfloat16', asked for now or when the model was loaded, needs {missing}")
 
     def _make_native(self, model: Any, options: EngineOptions, version: int | None) -> NativeEngine:
         """A native engine. It shares the panels of another one whose weights are not quantised either."""
