@@ -20,9 +20,15 @@ SK_INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 SK_INLINE Bytes low_codes(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 SK_INLINE Bytes high_codes(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
 SK_INLINE Four four(const int8_t* x) { int32_t bits; std::memcpy(&bits, x, 4); return _mm512_set1_epi32(bits); }
-SK_INLINE Whole dot(Whole sum, Bytes w, Four x) { return {_mm512_dpbusd_epi32(sum.v, w, x)}; }
-// The same for bytes - 128, if the sum began with `centred`.
-SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) { return dot(sum, w, x); }
+constexpr int INPUT_BYTES = GROUP;  // of a group of inputs, rounded to 8 bits
+// The sum of a group's products of codes of BITS bits, complete after every STEPS steps of four inputs. Codes of 8 bits count as
+// code - 128, if the sum began with `centred`.
+template <int BITS>
+struct GroupSum {
+  static constexpr int STEPS = 1;
+  Whole sum;
+  SK_INLINE void add(int, Bytes w, Four x) { sum.v = _mm512_dpbusd_epi32(sum.v, w, x); }
+};
 SK_INLINE Whole centred(int32_t centre) { return whole(centre); }
 SK_INLINE Whole load_whole(const void* p) { return {_mm512_loadu_si512(p)}; }
 SK_INLINE Whole load_signed_bytes(const void* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
@@ -47,8 +53,8 @@ SK_INLINE Bytes shifted_bits(Bytes x, int shift, int8_t mask) {
 }
 // The bits of the largest |a| or |b|; NaN is larger than all numbers.
 SK_INLINE int32_t top_of(V16 a, V16 b) {
-  const __m512i size = _mm512_set1_epi32(0x7fffffff);
-  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a.v), size), _mm512_and_si512(_mm512_castps_si512(b.v), size)));
+  const __m512i mask = _mm512_set1_epi32(0x7fffffff);
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(a.v), mask), _mm512_and_si512(_mm512_castps_si512(b.v), mask)));
 }
 struct Sums { int32_t first, second; };  // of 16 inputs each
 // Rounds to integers, in the order of the lanes. Returns their sums.
@@ -61,8 +67,8 @@ SK_INLINE Sums round_to_bytes(V16 a, V16 b, int8_t* to) {
 #elif defined(__AVX2__)
 struct Whole { __m256i a, b; };
 struct Bytes { __m256i a, b; };
-struct Four { __m256i x, size; };
-constexpr int INPUT_BYTES = 2 * GROUP;  // of a group of inputs, rounded to 8 bits: the inputs, then their sizes
+struct Four { __m256i x, magnitude; };
+constexpr int INPUT_BYTES = 2 * GROUP;  // of a group of inputs, rounded to 8 bits: the inputs, then their magnitudes
 SK_INLINE Whole whole(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 SK_INLINE V16 floats(Whole x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 SK_INLINE Bytes load_bytes(const uint8_t* p) { return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))}; }
@@ -74,19 +80,20 @@ SK_INLINE Four four(const int8_t* p) { return {four8(p), four8(p + GROUP)}; }
 SK_INLINE __m256i add_pairs(__m256i sum, __m256i pairs) { return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
 // Without this, GCC delays the sums of a group until its products do not fit into the registers.
 SK_INLINE __m256i sum_now(__m256i sum) { asm volatile("" : "+x"(sum)); return sum; }
-// Sums of products of codes of BITS bits. Eight bits: |x| times (byte - 128) with the sign of x, at most 127 x 127 x 2 by pairs. Fewer bits:
-// sums of 16 bits hold the products of STEPS steps, at most 15 x 127 x 16, 31 x 127 x 8 or 63 x 127 x 4. All are below 2^15.
+// The sum of a group's products of codes of BITS bits, complete after every STEPS steps of four inputs. Eight bits: |x| times (code - 128)
+// with the sign of x, at most 127 x 127 x 2 by pairs. Fewer bits: sums of 16 bits hold the products of STEPS steps, at most 15 x 127 x 16,
+// 31 x 127 x 8 or 63 x 127 x 4. All are below 2^15.
 template <int BITS>
 struct GroupSum {
-  static constexpr int STEPS = 128 >> BITS;
+  static constexpr int STEPS = BITS == 8 ? 1 : 128 >> BITS;
   Whole sum;
   Bytes products;
 
   SK_INLINE void add(int step, Bytes w, Four x) {
     if constexpr (BITS == 8) {
       const __m256i half = _mm256_set1_epi8(-128);
-      sum.a = sum_now(add_pairs(sum.a, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))));
-      sum.b = sum_now(add_pairs(sum.b, _mm256_maddubs_epi16(x.size, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x))));
+      sum.a = sum_now(add_pairs(sum.a, _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(_mm256_xor_si256(w.a, half), x.x))));
+      sum.b = sum_now(add_pairs(sum.b, _mm256_maddubs_epi16(x.magnitude, _mm256_sign_epi8(_mm256_xor_si256(w.b, half), x.x))));
     } else {
       const Bytes now = {_mm256_maddubs_epi16(w.a, x.x), _mm256_maddubs_epi16(w.b, x.x)};
       if (step % STEPS == 0) products = now;
@@ -129,9 +136,9 @@ SK_INLINE __m256i shifted8(__m256i x, int shift, int8_t mask) {
   }
 }
 SK_INLINE Bytes shifted_bits(Bytes x, int shift, int8_t mask) { return {shifted8(x.a, shift, mask), shifted8(x.b, shift, mask)}; }
-SK_INLINE __m256i size8(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
+SK_INLINE __m256i magnitude8(__m256 x) { return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7fffffff)); }
 SK_INLINE int32_t top_of(V16 a, V16 b) {
-  const __m256i m = _mm256_max_epi32(_mm256_max_epi32(size8(a.a), size8(a.b)), _mm256_max_epi32(size8(b.a), size8(b.b)));
+  const __m256i m = _mm256_max_epi32(_mm256_max_epi32(magnitude8(a.a), magnitude8(a.b)), _mm256_max_epi32(magnitude8(b.a), magnitude8(b.b)));
   __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
   h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
   return _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
@@ -168,14 +175,18 @@ SK_INLINE int32x4_t dot4(int32x4_t sum, int8x16_t w, int8x16_t x) {
   return vaddq_s32(sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
 }
-SK_INLINE Whole dot(Whole sum, Bytes w, Four x) {
-  for (int i = 0; i < 4; i++) sum.v[i] = dot4(sum.v[i], vreinterpretq_s8_u8(w.v[i]), x);
-  return sum;
-}
-SK_INLINE Whole dot_centred(Whole sum, Bytes w, Four x) {
-  for (int i = 0; i < 4; i++) sum.v[i] = dot4(sum.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128))), x);
-  return sum;
-}
+constexpr int INPUT_BYTES = GROUP;  // of a group of inputs, rounded to 8 bits
+// The sum of a group's products of codes of BITS bits, complete after every STEPS steps of four inputs. Codes of 8 bits count as
+// code - 128.
+template <int BITS>
+struct GroupSum {
+  static constexpr int STEPS = 1;
+  Whole sum;
+  SK_INLINE void add(int, Bytes w, Four x) {
+    const uint8x16_t half = vdupq_n_u8(BITS == 8 ? 128 : 0);
+    for (int i = 0; i < 4; i++) sum.v[i] = dot4(sum.v[i], vreinterpretq_s8_u8(veorq_u8(w.v[i], half)), x);
+  }
+};
 SK_INLINE Whole centred(int32_t) { return whole(0); }
 SK_INLINE Whole load_whole(const void* p) { Whole r; for (int i = 0; i < 4; i++) r.v[i] = vld1q_s32(static_cast<const int32_t*>(p) + 4 * i); return r; }
 SK_INLINE Whole load_signed_bytes(const void* p) {
@@ -212,16 +223,6 @@ SK_INLINE int32_t round16(const V16& from, int8_t* to) {
   return vaddvq_s32(all);
 }
 SK_INLINE Sums round_to_bytes(V16 a, V16 b, int8_t* to) { return {round16(a, to), round16(b, to + LANES)}; }
-#endif
-
-#if defined(__AVX512F__) || !defined(__AVX2__)
-constexpr int INPUT_BYTES = GROUP;  // of a group of inputs, rounded to 8 bits
-// Sums of products of codes of BITS bits.
-template <int BITS>
-struct GroupSum {
-  Whole sum;
-  SK_INLINE void add(int, Bytes w, Four x) { sum = BITS == 8 ? dot_centred(sum, w, x) : dot(sum, w, x); }
-};
 #endif
 
 #if defined(__AVX2__)

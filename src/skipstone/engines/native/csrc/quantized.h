@@ -92,6 +92,8 @@ template <class T, int R, int C>
 inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int64_t row, float* y, int64_t y_stride, int64_t capacity) {
   const int64_t count = x.count(), size = panel_bytes<T>(count), start = scales_bytes<T>(count);
   constexpr int STEPS = 8 / T::PARTS, STEPS_OF_BLOCK = T::BLOCKS == 8 ? 1 : 2;  // a step: four inputs
+  using Sum = GroupSum<T::BLOCKS == 8 ? 8 : 4 + T::HIGH>;
+  static_assert(STEPS % Sum::STEPS == 0);
   V16 total[R][C];
   SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) total[r][c] = zero();
   const int8_t* inputs = x.row(row);
@@ -99,7 +101,7 @@ inline void quantized_tile(const uint8_t* w, int64_t ahead, const Codes& x, int6
   for (int64_t g = 0; g < count; g++) {
     const uint8_t* at = w + start + g * T::BLOCKS * BLOCK;
     SK_UNROLL for (int part = 0; part < T::PARTS; part++) {
-      GroupSum<T::BLOCKS == 8 ? 8 : 4 + T::HIGH> sum[R][C];
+      Sum sum[R][C];
       SK_UNROLL for (int r = 0; r < R; r++) {
         const Whole first = first_sum<T>(groups[r * count + g], part);
         SK_UNROLL for (int c = 0; c < C; c++) sum[r][c].sum = first;
@@ -156,7 +158,7 @@ template <class T> constexpr int coded_columns(int rows) {
   return rows == 1 ? 6 : rows <= 3 ? 4 : rows == 4 ? 3 : T::BLOCKS == 8 ? 1 : 2;
 }
 #elif defined(__AVX2__)
-constexpr int MAX_CODED_ROWS = 4;  // 4 x 1 sums of two registers each, codes, an input and its size fit into 16
+constexpr int MAX_CODED_ROWS = 4;  // 4 x 1 sums of two registers each, codes, an input and its magnitude fit into 16
 template <class T> constexpr int coded_columns(int rows) { return rows == 2 || (rows == 1 && T::HIGH == 0) ? 2 : 1; }
 #else
 constexpr int MAX_CODED_ROWS = 2;
