@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from skipstone.engines.native.weights import ROUNDED, TYPES
+from skipstone.engines.native.weights import BFLOAT16_INPUTS, TYPES
 from tests.helpers.native import NATIVE_ONLY
 from tests.helpers.quantized import Packed, inputs_of, libraries
 
@@ -30,7 +30,7 @@ def bits_of(values: np.ndarray) -> np.ndarray:
 class PackedPairs(Packed):
     """bfloat16 weights in panels, as the LM head of a model without layers. kind: of the products."""
 
-    def __init__(self, engine: Any, weights: np.ndarray, kind: int = ROUNDED) -> None:
+    def __init__(self, engine: Any, weights: np.ndarray, kind: int = BFLOAT16_INPUTS) -> None:
         super().__init__(engine, kind, bits_of(weights), BFLOAT16)
 
 
@@ -38,15 +38,18 @@ def product(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """[n, o] float32: pairs of inputs, the second one of a pair first. Denormal numbers and sums are 0.
 
     The product of two bfloat16 numbers is exact in float32. Its sum with a float32 number is exact in 64 bits, if their sizes
-    are not very different."""
-    flushed = lambda values: np.where(np.abs(values) < SMALLEST, values * 0, values)  # noqa: E731
-    x, weights = flushed(nearest_bfloat16(x)).astype(np.longdouble), flushed(weights).astype(np.longdouble)
+    are not very different. A sum is denormal if it is too small after it was rounded to 24 bits. All sums are larger by 2^64
+    here, so that none is rounded to fewer bits."""
+    flushed = lambda values, smallest: np.where(np.abs(values) < smallest, values * 0, values)  # noqa: E731
+    large = np.float32(2.0**64)
+    x, weights = (flushed(values, SMALLEST).astype(np.longdouble) for values in (nearest_bfloat16(x), weights))
     sums = np.zeros((len(x), len(weights)), dtype=np.float32)
     for first in range(0, x.shape[1], 2):
         for k in (first + 1, first):
             if k < x.shape[1]:
-                sums = flushed((sums + x[:, k, None] * weights[None, :, k]).astype(np.float32))
-    return sums
+                exact_sums = sums + x[:, k, None] * weights[None, :, k] * np.longdouble(large)
+                sums = flushed(exact_sums.astype(np.float32), SMALLEST * large)
+    return sums / large
 
 
 def random_weights(outputs: int, inputs: int) -> np.ndarray:
@@ -70,18 +73,32 @@ def test_products_are_fused_multiply_adds_of_rounded_inputs(outputs: int, inputs
             assert not np.array_equal(PackedPairs(engine, weights, BFLOAT16).multiplied(x), expected), "nothing was rounded"
 
 
-def test_denormal_numbers_count_as_zero_and_only_in_these_products() -> None:
+def test_denormal_numbers_count_as_zero() -> None:
     tiny, half = float(SMALLEST), float(SMALLEST) / 2
-    x = np.array([[half, 0], [1, 0], [tiny, 0], [tiny, -tiny * (1 + 2**-7)], [1, 1]], dtype=np.float32)
-    weights = np.array([[1, 0], [half, 0], [0.5, 0], [1, 1], [3 * tiny, -2.5 * tiny]], dtype=np.float32)
+    x = [[half, 0], [1, 0], [tiny, 0], [tiny, -tiny * (1 + 2**-7)], [1, 1], [2**-76, 2**-63], [1.25 * 2**-76, 2**-63]]
+    weights = [[1, 0], [half, 0], [0.5, 0], [1, 1], [3 * tiny, -2.5 * tiny], [-(2**-76), 2**-63], [-(2**-75), 2**-63]]
+    x, weights = np.array(x, dtype=np.float32), np.array(weights, dtype=np.float32)
     expected = product(x, weights)
     assert (expected == 0).sum() > 10
     assert expected[2, 0] == SMALLEST
+    assert expected[5, 5] == SMALLEST, "2^-126 - 2^-152 is rounded to a number that is not denormal"
+    assert expected[6, 6] == 0, "2^-126 - 1.25 2^-151 is not, but would be if denormal numbers were rounded like others"
     for engine in libraries():
         packed = PackedPairs(engine, weights)
-        assert np.array_equal(packed.multiplied(x), expected)
-        assert np.array_equal(packed.multiplied(x, 3), expected)
-        assert PackedPairs(engine, weights, BFLOAT16).multiplied(x)[0, 0] == half, "denormal numbers stay on in other products"
+        for threads in (1, 3):
+            assert np.array_equal(packed.multiplied(x, threads), expected)
+
+
+def test_denormal_numbers_count_after_and_in_other_products() -> None:
+    outputs = 48  # three panels, one for each thread
+    x, denormals = np.ones((2, 2), dtype=np.float32), np.full(outputs, 2.0**-130, dtype=np.float32)
+    weights = np.tile(denormals[:, None], 2)
+    for engine in libraries():
+        packed, other = PackedPairs(engine, weights), PackedPairs(engine, weights, BFLOAT16)
+        packed.model.head.bias = denormals.ctypes.data
+        for threads in (1, 3):
+            assert (packed.multiplied(x, threads) == denormals).all(), "0 and the bias"
+            assert (other.multiplied(x, threads) == 2 * denormals).all()
 
 
 def test_the_same_bits_on_every_level_beside_any_rows() -> None:

@@ -330,7 +330,7 @@ struct Case {
 
   // Packs or quantises weights, in one call or two.
   int64_t packed(int64_t type, int64_t stored, int64_t file, const void* source, int64_t stride, int64_t outputs, int64_t inputs, Block<uint8_t>& panels) {
-    const auto call = type <= ROUNDED || type == stored ? library.pack : library.quantize;
+    const auto call = type <= BFLOAT16_INPUTS || type == stored ? library.pack : library.quantize;
     const int64_t first = dice.from(0, outputs / LANES) * LANES;
     const int64_t code = call(type, stored, file, source, stride, first, inputs, panels.data(), dice.from(1, 3));
     const char* rest = static_cast<const char*>(source) + first * row_bytes(stored, stride, inputs);
@@ -431,14 +431,14 @@ struct Case {
   // A type up to `last` that stored rows of so many inputs can have.
   int64_t stored_type(int64_t inputs, int64_t last) {
     const int64_t type = dice.from(FLOAT32, last);
-    return type != ROUNDED && has_whole_blocks(type, inputs) ? type : stored_type(inputs, last);
+    return type != BFLOAT16_INPUTS && has_whole_blocks(type, inputs) ? type : stored_type(inputs, last);
   }
 
   Matrix matrix(int64_t outputs, int64_t inputs, int bias_percent) {
     const int64_t stride = inputs + (dice.chance(20) ? dice.from(1, 5) : 0);
     const bool quantizes = dice.chance(30);
-    const int64_t type = quantizes ? dice.from(INT8, INT4) : dice.chance(10) ? int64_t(ROUNDED) : stored_type(inputs, TYPES - 1);
-    const int64_t stored = type == ROUNDED ? int64_t(BFLOAT16) : quantizes ? stored_type(inputs, TYPES - 1) : type == FLOAT32 ? stored_type(inputs, FLOAT16) : type;
+    const int64_t type = quantizes ? dice.from(INT8, INT4) : dice.chance(10) ? int64_t(BFLOAT16_INPUTS) : stored_type(inputs, TYPES - 1);
+    const int64_t stored = type == BFLOAT16_INPUTS ? int64_t(BFLOAT16) : quantizes ? stored_type(inputs, TYPES - 1) : type == FLOAT32 ? stored_type(inputs, FLOAT16) : type;
     Block<uint8_t> panels(library.packed_bytes(type, outputs, inputs));
     void* source = stored < INT8 ? weights(stored, outputs, inputs, stride) : keep(blocks(stored, outputs, inputs, 0));
     const auto pack_all = [&] { return packed(type, stored, -1, source, stride, outputs, inputs, panels); };
@@ -1056,7 +1056,7 @@ struct Case {
       }
     }
     for (int64_t type = FLOAT32; type < TYPES; type++) {
-      const int64_t source = type == ROUNDED ? int64_t(BFLOAT16) : type;
+      const int64_t source = type == BFLOAT16_INPUTS ? int64_t(BFLOAT16) : type;
       for (int64_t other = FLOAT32; other < TYPES; other++) {
         if (other != source && (type != FLOAT32 || other > FLOAT16))
           CHECK(library.pack(type, other, -1, number, 256, 1, 256, number, 1) == BAD_ARGUMENT);

@@ -29,8 +29,8 @@ from skipstone.models.weight_version import AttributeValues
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""
-ROUNDED = 3
-"""The number of bfloat16 weights in the C ABI, if the inputs of their products are rounded to bfloat16, too."""
+BFLOAT16_INPUTS = 3
+"""The number in the C ABI of bfloat16 weights whose products round their inputs to bfloat16."""
 QUANTIZED = {"int8": 4, "int4": 5}
 """Types of quantised weights and their numbers in the C ABI."""
 BLOCKS = {"Q8_0": 4, "Q4_1": 5, "Q4_0": 6, "Q5_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}
@@ -311,7 +311,7 @@ class NativeWeights:
     def _matrices(self, module: Any, sizes: list[int], quantize: str | None) -> list[MatrixStruct]:
         """A module's weight as matrices of `sizes` outputs with their biases. The rest is as in `_panels_of`."""
         panels = self._panels_of(module.weight, sizes, quantize)
-        kind = ROUNDED if self.rounds_inputs and panels.type == TYPES[torch.bfloat16] else panels.type
+        kind = BFLOAT16_INPUTS if self.rounds_inputs and panels.type == TYPES[torch.bfloat16] else panels.type
         biases = [None] * len(sizes) if module.bias is None else module.bias.detach().split(sizes)
         return [
             MatrixStruct(one.panels, None if bias is None else self._floats(bias), one.outputs, one.inputs, kind)

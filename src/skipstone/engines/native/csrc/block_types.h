@@ -11,15 +11,15 @@
 #include "integers.h"
 
 namespace sk {
-// ROUNDED: weights in bfloat16, for products with inputs that are rounded to bfloat16, too. Other floats are multiplied by float32 inputs.
+// BFLOAT16_INPUTS: weights in bfloat16 whose products round their inputs to bfloat16. All other floats have products with float32 inputs.
 enum Type : int32_t {
-  FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, ROUNDED = 3, INT8 = 4, INT4 = 5, Q4_0 = 6, Q5_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, TYPES = 11
+  FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_INPUTS = 3, INT8 = 4, INT4 = 5, Q4_0 = 6, Q5_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, TYPES = 11
 };
-inline bool has_bfloat16_pairs(int64_t type) { return type == BFLOAT16 || type == ROUNDED; }
+inline bool has_bfloat16_pairs(int64_t type) { return type == BFLOAT16 || type == BFLOAT16_INPUTS; }
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
-SK_INLINE V16 size(V16 x) { return max(x, sub(zero(), x)); }
+SK_INLINE V16 magnitude(V16 x) { return max(x, sub(zero(), x)); }
 // 1 / x, and 0 where x is not positive
 SK_INLINE V16 inverse_of(V16 x) { return drop_where_less(x, set1(std::numeric_limits<float>::denorm_min()), div(set1(1.0f), x)); }
 
@@ -40,7 +40,7 @@ struct Int8 {
   static V16 quantize(const float* w, uint8_t* unit, uint8_t* codes) {
     const auto scales = reinterpret_cast<uint16_t*>(unit);
     V16 top = zero();
-    for (int k = 0; k < GROUP; k++) top = max(size(load(w + k * LANES)), top);
+    for (int k = 0; k < GROUP; k++) top = max(magnitude(load(w + k * LANES)), top);
     store_f16(scales, div(top, set1(127.0f)));
     const V16 rounded = load_f16(scales), inverse = inverse_of(rounded);
     const auto code = [&](int k) {

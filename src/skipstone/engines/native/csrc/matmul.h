@@ -4,8 +4,8 @@
 // is one chain of fused multiply-adds over the inputs 0, 1, 2, ..., for any number of rows, tiles or threads. So a row's result
 // never depends on other rows.
 //
-// Products of type ROUNDED are the processor's bfloat16 products: two fused multiply-adds for a pair of inputs, the second input first,
-// with denormal numbers as zero. Processors without the instruction compute the same bits.
+// Products of type BFLOAT16_INPUTS are the processor's bfloat16 products: two fused multiply-adds for a pair of inputs, the second input
+// first, with denormal numbers as zero. x86 processors without the instruction compute the same bits.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -22,7 +22,7 @@ struct Matrix {
   int64_t type;
   int64_t count() const { return (outputs + LANES - 1) / LANES; }  // panels
   bool quantized() const { return type >= INT8; }
-  bool has_forms() const { return type >= ROUNDED; }  // whether its inputs need another form than float32
+  bool needs_conversion() const { return type >= BFLOAT16_INPUTS; }  // whether its inputs are not float32
   const char* panel(int64_t index) const;  // address of a panel
 };
 
@@ -60,8 +60,8 @@ class RoundedRows {
   int64_t inputs_;
 };
 
-// Memory for the forms of inputs that types of weights need.
-struct RowForms {
+// Memory for inputs, converted for the types of weights.
+struct ConvertedRows {
   Buffer<int8_t> codes;
   Buffer<Codes::Group> groups;
   Buffer<RoundedRows::Element> rounded;
@@ -71,7 +71,7 @@ struct RowForms {
       groups.reserve(n * groups_of(m.inputs));
       codes.reserve(n * groups_of(m.inputs) * INPUT_BYTES);
     }
-    if (m.type == ROUNDED) rounded.reserve(n * RoundedRows::padded(m.inputs));
+    if (m.type == BFLOAT16_INPUTS) rounded.reserve(n * RoundedRows::padded(m.inputs));
   }
   void trim() {
     codes.trim();
@@ -80,22 +80,22 @@ struct RowForms {
   }
 };
 
-// n rows x of floats, `stride` apart, as inputs of products, and their other forms.
+// n rows x of floats, `stride` apart, as inputs of products, with their conversions.
 struct Rows {
   const float* x;
   int64_t n, stride;
   Codes codes;
   RoundedRows rounded;
 
-  Rows(const float* x, int64_t n, int64_t stride, int64_t inputs, RowForms& forms)
-      : x(x), n(n), stride(stride), codes(forms.codes.data(), forms.groups.data(), inputs), rounded(forms.rounded.data(), inputs) {}
+  Rows(const float* x, int64_t n, int64_t stride, int64_t inputs, ConvertedRows& memory)
+      : x(x), n(n), stride(stride), codes(memory.codes.data(), memory.groups.data(), inputs), rounded(memory.rounded.data(), inputs) {}
 
-  // Fills the forms of rows [first, last) that products with some matrices need.
-  void fill(std::initializer_list<const Matrix*> matrices, int64_t first, int64_t last) {
+  // Converts rows [first, last) for products with some matrices.
+  void convert(std::initializer_list<const Matrix*> matrices, int64_t first, int64_t last) {
     bool has_codes = false, has_rounded = false;
     for (const Matrix* m : matrices) {
       has_codes = has_codes || m->quantized();
-      has_rounded = has_rounded || m->type == ROUNDED;
+      has_rounded = has_rounded || m->type == BFLOAT16_INPUTS;
     }
     if (has_codes) codes.fill(x, first, last, stride);
     if (has_rounded) rounded.fill(x, first, last, stride);
@@ -113,7 +113,7 @@ struct BF16 {
   using Input = float;
   static int64_t panel(int64_t inputs) { return (inputs + 1) / 2 * 2 * LANES; }
 };
-struct BF16Rounded : BF16 {
+struct BF16Inputs : BF16 {
   using Input = RoundedRows::Element;
 };
 struct F16 {
@@ -172,7 +172,7 @@ inline void tile(const typename T::Element* w, int64_t inputs, int64_t ahead, co
   V16 acc[R][C];
   const int64_t size = T::panel(inputs);
   SK_UNROLL for (int r = 0; r < R; r++) SK_UNROLL for (int c = 0; c < C; c++) acc[r][c] = zero();
-  if constexpr (std::is_same_v<T, BF16Rounded>) {
+  if constexpr (std::is_same_v<T, BF16Inputs>) {
     for (int64_t k = 0; k < inputs; k += 2) {
       Pairs weight[C];
       SK_UNROLL for (int c = 0; c < C; c++) {
@@ -270,9 +270,9 @@ inline void panels(const Matrix& m, const typename T::Input* x, int64_t n, int64
   }
 }
 
-// y[r][o] = bias[o] + x[r] . w[o] for the outputs o of panels [first, last) and all rows r. ys: floats from one row of y to the next.
-// capacity: floats that may be written per row. rows: filled for this matrix. The bias is added last, with one rounding. next: the weights that this thread reads
-// afterwards, or null. They are prefetched while activations are computed and threads wait for each other.
+// y[r][o] = bias[o] + x[r] . w[o] for the outputs o of panels [first, last) and all rows r. The bias is added last, with one rounding.
+// rows: converted for this matrix. ys: floats from one row of y to the next. capacity: floats that may be written per row. next: the
+// weights that this thread reads afterwards, or null. They are prefetched while activations are computed and threads wait for each other.
 inline void matmul(const Matrix& m, const Rows& rows, float* y, int64_t ys, int64_t first, int64_t last, int64_t capacity, const char* next) {
   if (first >= last) return;
   const float* x = rows.x;
@@ -281,9 +281,9 @@ inline void matmul(const Matrix& m, const Rows& rows, float* y, int64_t ys, int6
     case FLOAT32: panels<F32>(m, x, n, xs, y, ys, first, last, capacity, next); break;
     case BFLOAT16: panels<BF16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
     case FLOAT16: panels<F16>(m, x, n, xs, y, ys, first, last, capacity, next); break;
-    case ROUNDED: {
+    case BFLOAT16_INPUTS: {
       const FlushedDenormals flushed;
-      panels<BF16Rounded>(m, rows.rounded.data(), n, rows.rounded.stride(), y, ys, first, last, capacity, next);
+      panels<BF16Inputs>(m, rows.rounded.data(), n, rows.rounded.stride(), y, ys, first, last, capacity, next);
       break;
     }
     default: with_quantized(m.type, [&]<class T>() { quantized_panels<T>(m.panels, rows.codes, n, y, ys, first, last, capacity, next); });
