@@ -45,8 +45,8 @@ def job(length: int, seed: int, new: int, method: Method = METHODS[0], **more: A
     return PendingRequest(Request(prompt(length, seed), new), method, **more)
 
 
-def written(raw: Any, method: Method, ids: torch.Tensor, new: int) -> list[int]:
-    output = skipstone.generate(raw, ids[None], method, max_new_tokens=new, do_sample=False)
+def written(raw: Any, method: Method, ids: torch.Tensor, new: int, engine: str | None = None) -> list[int]:
+    output = skipstone.generate(raw, ids[None], method, engine=engine, max_new_tokens=new, do_sample=False)
     assert output.new_tokens is not None
     return output.new_tokens[0]
 
@@ -274,35 +274,47 @@ def test_a_row_that_runs_its_prompt_next_to_others_changes_no_text(raw: Any, met
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_prompts_that_arrive_together_share_passes_with_a_row_that_decodes(
-    raw: Any, method: Method, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("family", "engine"), [("llama", "native"), ("llama", "eager"), ("lfm2", "eager")])
+def test_prompts_that_arrive_together_change_no_text_and_share_passes_where_padding_costs_nothing(
+    family: str, engine: str, method: Method, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, first, others = ModelRunner(raw), prompt(5, 2), {1: prompt(30, 3), 3: prompt(50, 4)}
-    decoder = DecodingLoop(method.start(model, 4, 128), chunk=64, max_prompt_tokens_per_pass=40, decodes_during_prefill=True)
+    raw = families.build(family, max_position_embeddings=8192)
+    model, first, others = ModelRunner(raw, engine), prompt(5, 2), {1: prompt(30, 3), 2: prompt(20, 5), 4: prompt(50, 4)}
+    shape: Any = {"chunk": 64, "max_prompt_tokens_per_pass": 40, "decodes_during_prefill": True}
+    decoder = DecodingLoop(method.start(model, 5, 128), **shape)
     decoder.admit(0, Request(first, 40))
-    texts: dict[int, list[int]] = {0: decoder.step().tokens[0], 1: [], 3: []}
+    texts: dict[int, list[int]] = {0: decoder.step().tokens[0], 1: [], 2: [], 4: []}
     for row, ids in others.items():
         decoder.admit(row, Request(ids, 20))
-    whole_passes, run_layers = 0, ModelRunner.run
+    passes: list[tuple[int, int]] = []  # (rows, tokens per row)
+    run_layers = ModelRunner.run
 
     def counted(runner: ModelRunner, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-        nonlocal whole_passes
-        whole_passes += 1
+        passes.append((hidden.shape[0], hidden.shape[1]))
         return run_layers(runner, hidden, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "run", counted)
-        steps = [decoder.step() for _ in range(2)]
-    assert [list(map(len, step.tokens)) for step in steps] == [[1, 1, 0, 0], [1, 1, 0, 1]], "30 + 10 tokens, then 40"
-    if model.engine.skips_padding:
-        assert whole_passes == 2
+        steps: list[Step] = []
+        while decoder.session.prefilling:
+            steps.append(decoder.step())
+    prompts = [step for step in steps if step.prefill]
+    if engine == "native":
+        assert [list(map(len, step.tokens)) for step in steps] == [[1, 0, 1, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 0, 1]]
+        assert len(passes) == len(steps), "20 + 20 tokens, 10 + 30, 20"
+    else:
+        assert [sorted(row for row in others if step.tokens[row]) for step in prompts] == [[2], [1], [], [4]]
+        assert [step.prefill for step in steps] == [False, True] * 4, "the first row decodes in every second step"
+        assert all(rows * width <= 40 for rows, width in passes if width > 5), "padding counts"
     for step in [*steps, *run(decoder)]:
         for row in texts:
             texts[row] += step.tokens[row]
-    assert texts == {row: written(raw, method, ids, 40 if row == 0 else 20) for row, ids in {0: first, **others}.items()}
+    assert texts == {
+        row: written(raw, method, ids, 40 if row == 0 else 20, engine) for row, ids in {0: first, **others}.items()
+    }
 
 
-def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_long_one_lets_others_pass(raw: Any) -> None:
+def test_of_several_prompts_short_ones_overtake_a_long_one(raw: Any) -> None:
     method = skipstone.Autoregressive()
     decoder = DecodingLoop(
         method.start(ModelRunner(raw), 4, 512), chunk=80, max_prompt_tokens_per_pass=64, decodes_during_prefill=True
@@ -316,7 +328,7 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
         first += [row for row in prompts if step.tokens[row] and not texts[row]]
         for row in prompts:
             texts[row] += step.tokens[row]
-    assert first == [3, 2, 0, 1], "by the time that they have waited; the long one lets the others pass"
+    assert first == [3, 2, 0, 1]
     for row, one in prompts.items():
         assert texts[row] == written(raw, method, one, 4)
     for limit, size, together in ((64, 30, 2), (None, 70, 4)):  # short ones run together, up to the limit
@@ -324,6 +336,24 @@ def test_of_several_prompts_the_one_that_has_waited_longest_is_run_first_and_a_l
         for row in range(4):
             decoder.admit(row, Request(prompt(size, row), 4))
         assert sum(map(bool, decoder.step().tokens)) == together
+
+
+def test_a_long_prompt_waits_for_no_more_tokens_of_other_prompts_than_it_has(raw: Any) -> None:
+    """Two short prompts, which fill a pass, arrive before every step."""
+    method, limit = skipstone.Autoregressive(), 64
+    decoder = DecodingLoop(method.start(ModelRunner(raw), 3, 512), chunk=limit, max_prompt_tokens_per_pass=limit)
+    decoder.admit(0, Request(prompt(400, 1), 1))
+    num_steps, is_finished = 0, False
+    while not is_finished:
+        for row in (1, 2):
+            if decoder.rows[row] is None:
+                decoder.admit(row, Request(prompt(limit // 2, row), 1))
+        step = decoder.step()
+        num_steps, is_finished = num_steps + 1, 0 in step.finished
+        for row in step.finished:
+            decoder.release(row)
+        assert num_steps * limit <= 400 + 400 + limit, "as many of its own, and what a pass holds"
+    assert num_steps > 8, "the short ones came first at first"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
@@ -338,13 +368,21 @@ def test_more_jobs_than_rows_are_all_written_as_alone(raw: Any, method: Method) 
     assert_written(raw, heard, *requests)
 
 
-@pytest.mark.parametrize("kind", ["layerskip", "speculative", "adasd"])
+@pytest.mark.parametrize(
+    "kind", ["layerskip", "speculative", "adasd", "adasd, exact", "adadecode", "adadecode, lossy", "swift"]
+)
 def test_texts_that_depend_on_which_steps_draft_do_not_depend_on_prompts_of_others(raw: Any, kind: str) -> None:
     draft = near(raw, 0.05)
     methods: dict[str, Method] = {
         "layerskip": skipstone.LayerSkip(exit_layer=2, num_speculative_tokens=4),
         "speculative": skipstone.Speculative(draft, rejection_sample_method="standard"),
-        "adasd": skipstone.AdaSD(draft),
+        "adasd": skipstone.AdaSD(draft, rejection_sample_method="coupled"),
+        "adasd, exact": skipstone.AdaSD(draft, relaxed=False),
+        "adadecode": skipstone.AdaDecode("original", 0.3, exit_layers=(1, 2)),
+        "adadecode, lossy": skipstone.AdaDecode(
+            "original", 0.3, exit_layers=(1, 2), verification=False, rejection_sample_method="coupled"
+        ),
+        "swift": skipstone.Swift(search="uniform", num_speculative_tokens=4, rejection_sample_method="standard"),
     }
 
     def texts(others: int) -> list[list[int]]:
