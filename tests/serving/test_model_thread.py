@@ -141,6 +141,24 @@ def test_a_batch_group_is_freed_with_its_last_reference_while_no_garbage_is_coll
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
+@pytest.mark.parametrize("method", FREED, ids=repr)
+def test_a_batch_group_keeps_nothing_of_a_request_that_has_ended(raw: Any, method: Method) -> None:
+    """A grammar is a logits processor, and its memory counts until it is freed."""
+    group, processors = (
+        BatchGroup(ModelRunner(raw), method, 2, 256, 64, lambda *_: None),
+        [Penalty(20, 0.5, 0.25) for _ in range(2)],
+    )
+    kept = list(map(weakref.ref, processors))
+    for processor in processors:
+        request = Request(prompt(20, 0), 8, sampling=skipstone.Sampling(processors=[processor]))
+        group.admit(PendingRequest(request, method))
+        while group.busy:
+            group.step()
+    del processors, processor, request
+    assert [one() for one in kept] == [None] * 2
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
 def test_an_engine_keeps_no_batch_group_that_it_has_let_go_of(raw: Any) -> None:
     heard, groups = Heard(), weakref.WeakSet[Any]()
     model_thread = ModelThread(ModelRunner(raw), AdmissionLimits(2, 256, 8), heard)

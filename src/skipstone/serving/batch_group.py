@@ -90,9 +90,7 @@ class BatchGroup:
     def drop(self, pending: PendingRequest) -> None:
         """Free the row of a request before its text has ended."""
         row = self.requests.index(pending)
-        tokens = self._committed_tokens(row, pending)
-        self.loop.release(row)
-        self._free_row(row, tokens)
+        self._free_row(row, self._committed_tokens(row, pending))
 
     def _committed_tokens(self, row: int, pending: PendingRequest) -> list[int]:
         """The tokens of a row that have keys and values."""
@@ -101,6 +99,8 @@ class BatchGroup:
         return [*pending.prompt_ids, *running.tokens][: self.loop.session.store.length[row]]
 
     def _free_row(self, row: int, tokens: list[int]) -> None:
+        """Keep nothing of a row's request but the tokens that have keys and values. Its grammar, for example, is freed."""
+        self.loop.release(row)
         self.requests[row] = None
         self._prefix_cache.store(row, tokens)
 
