@@ -1144,7 +1144,7 @@ void check_thread_limit() {
   const auto run_window = [&](int64_t waited) {
     for (int64_t job = 0; job < JOBS; job++, now += MILLISECOND) limit.add_job(now, now + MILLISECOND, waited);
   };
-  limit.add_job(now, now + MILLISECOND, 5 * MILLISECOND);
+  limit.add_job(now, now + MILLISECOND, 3 * MILLISECOND);
   run_window(0);
   for (int i = 0; i < 10; i++) run_window(MILLISECOND / 3);
   CHECK(limit.limited(8, now) == 8);

@@ -30,11 +30,11 @@ inline void relax() {
 #endif
 }
 
-// Counts the threads that jobs leave out. If jobs waited for threads in much of a WINDOW, one more is left out. It comes back after PAUSE,
-// and each further one in half the time of the last, so all are back within twice PAUSE.
+// Counts the threads that jobs leave out. If jobs waited for threads in much of a WINDOW, one more is left out. It comes back after
+// PAUSE, and each further one in half the time of the last. So all are back within twice PAUSE.
 class ThreadLimit {
  public:
-  static constexpr int64_t WINDOW = 20'000'000;  // nanoseconds of jobs: several time slices of the scheduler
+  static constexpr int64_t WINDOW = 10'000'000;  // nanoseconds of jobs. One time slice or wake-up must not be much of it
   static constexpr double LONG_SHARE = 0.4;      // of a window: a process that shares a core takes half of it
   static constexpr int64_t PAUSE = 200'000'000;  // nanoseconds
 
@@ -94,8 +94,7 @@ class Pool {
       job(context, 0, 1, alone);
       return;
     }
-    bool are_awake = true;  // all workers: one that wakes up is late on a free core, too
-    for (; int(workers_.size()) < threads - 1; are_awake = false) start_worker();
+    while (int(workers_.size()) < threads - 1) start_worker();
     threads_ = threads;
     job_ = job;
     context_ = context;
@@ -104,15 +103,13 @@ class Pool {
       Worker& worker = *workers_[size_t(i)];
       if (core >= 0 && worker.core.load(std::memory_order_relaxed) == core) worker.move_off(core);
       worker.jobs.fetch_add(1, std::memory_order_seq_cst);
-      if (!worker.asleep.load(std::memory_order_seq_cst)) continue;
-      worker.jobs.notify_one();
-      are_awake = false;
+      if (worker.asleep.load(std::memory_order_seq_cst)) worker.jobs.notify_one();
     }
     const int64_t start = nanoseconds();
     job(context, 0, threads, *this);
     barrier(0);
     const int64_t waited = std::max(waited_[0].exchange(0, std::memory_order_relaxed), waited_[1].exchange(0, std::memory_order_relaxed));
-    if (are_awake) limit_.add_job(start, nanoseconds(), waited);
+    limit_.add_job(start, nanoseconds(), waited);
   }
 
   // Waits for all threads of the job. The waits of threads 0 and 1 are timed: one of them waits for any thread that is late. If thread 1
