@@ -12,8 +12,9 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass
 
 PREFILL_CHUNK = 512  # default number of prompt tokens per row and pass
-CPU_PROMPT_TOKENS_PER_PASS = 128
-"""Number of prompt tokens that keep a CPU busy. With more, a pass takes longer in proportion, and all rows wait for it."""
+CPU_PROMPT_TOKENS_PER_PASS = 64
+"""Number of prompt tokens that keep a CPU busy (docs/lab/performance.md). With more, a pass takes longer in proportion, and all
+rows wait for it."""
 
 
 class Prefill:
