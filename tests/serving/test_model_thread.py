@@ -356,23 +356,6 @@ def test_of_several_prompts_short_ones_overtake_a_long_one(raw: Any) -> None:
         assert sum(map(bool, decoder.step().tokens)) == together
 
 
-def test_a_prompt_that_nothing_waits_for_runs_in_whole_chunks(raw: Any) -> None:
-    def num_steps(others: int) -> int:
-        decoder = DecodingLoop(
-            skipstone.Autoregressive().start(ModelRunner(raw), 2, 512),
-            chunk=50,
-            max_prompt_tokens_per_pass=20,
-            decodes_during_prefill=True,
-        )
-        for row in range(others):
-            decoder.admit(row, Request(prompt(5, row), 40))
-            decoder.step()
-        decoder.admit(1, Request(prompt(100, 1), 1))
-        return next(count for count in range(1, 100) if 1 in decoder.step().finished)
-
-    assert (num_steps(0), num_steps(1)) == (2, 5)
-
-
 def test_a_long_prompt_waits_for_no_more_tokens_of_other_prompts_than_it_has(raw: Any) -> None:
     """Two short prompts, which fill a pass, arrive before every step."""
     method, limit = skipstone.Autoregressive(), 64

@@ -71,10 +71,10 @@ class StageTimer:
 class DecodingLoop:
     """Decodes the rows of a session step by step. `admit` and `release` may be called between two steps.
 
-    chunk: maximum number of prompt tokens that a row runs in one step. max_prompt_tokens_per_pass: as in `Prefill.run`, while
-    other rows have work. decodes_during_prefill: while prompts run, other rows decode without drafts in the same passes, or in
-    every second step if the engine pays for padding or texts depend on drafts. If False, they wait. setup: seconds of set-up
-    work before the first step, which reports them.
+    chunk: maximum number of prompt tokens that a row runs in one step. max_prompt_tokens_per_pass: as in `Prefill.run`.
+    decodes_during_prefill: while prompts run, other rows decode without drafts in the same passes, or in every second step if
+    the engine pays for padding or texts depend on drafts. If False, they wait. setup: seconds of set-up work before the first
+    step, which reports them.
     """
 
     def __init__(
@@ -142,8 +142,7 @@ class DecodingLoop:
     def _prefill(self) -> Step:
         """Run one chunk of the waiting prompts, and choose the next token of complete ones and of rows that decode."""
         session, clock = self.session, StageTimer(CPU, self.setup)  # an accelerator does not wait for an incomplete prompt
-        is_alone = len(session.prompts.waiting) == 1 and not any(session.alive)
-        limits = self.chunk, None if is_alone else self.max_prompt_tokens_per_pass
+        limits = self.chunk, self.max_prompt_tokens_per_pass
         session.drafter.prefill_tokens(*limits)
         clock.mark()
         decoding = [row for row, alive in enumerate(session.alive) if alive] if self._mixes_steps else []
