@@ -193,7 +193,7 @@ class PreparedModel:
         raise ValueError(f"compute_dtype='bfloat16', asked for now or when the model was loaded, needs {missing}")
 
     def _make_native(self, model: Any, options: EngineOptions, version: int | None) -> NativeEngine:
-        """A native engine. It shares the panels of another one whose weights are not quantised either."""
+        """A native engine. Engines without quantised weights share their panels."""
         keep_weights, rounds = options.keep_weights is not False, options.compute_dtype != "float32"
         quantize = options.quantize if options.quantizes else None
         others = (engine for engine, _ in self.engines.values() if isinstance(engine, NativeEngine))

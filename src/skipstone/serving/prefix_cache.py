@@ -8,7 +8,7 @@ texts are kept."""
 
 
 class PrefixCache:
-    """The tokens whose keys and values the rows of a batch group hold.
+    """Tokens of the rows of a batch group. The KV cache has the keys and values of each of them.
 
     is_enabled: False for models with recurrent states, which cannot go back to an earlier position.
     """

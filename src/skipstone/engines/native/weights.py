@@ -30,7 +30,7 @@ from skipstone.models.weight_version import AttributeValues
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""
 BFLOAT16_INPUTS = 3
-"""The number in the C ABI of bfloat16 weights whose products round their inputs to bfloat16."""
+"""The number in the C ABI of bfloat16 weights, if the inputs of their products are rounded to bfloat16."""
 QUANTIZED = {"int8": 4, "int4": 5}
 """Types of quantised weights and their numbers in the C ABI."""
 BLOCKS = {"Q8_0": 4, "Q4_1": 5, "Q4_0": 6, "Q5_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10}

@@ -11,7 +11,7 @@
 #include "integers.h"
 
 namespace sk {
-// BFLOAT16_INPUTS: weights in bfloat16 whose products round their inputs to bfloat16. All other floats have products with float32 inputs.
+// BFLOAT16_INPUTS: weights in bfloat16. Their products round the inputs to bfloat16. Products with other floats have float32 inputs.
 enum Type : int32_t {
   FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, BFLOAT16_INPUTS = 3, INT8 = 4, INT4 = 5, Q4_0 = 6, Q5_0 = 7, Q4_K = 8, Q5_K = 9, Q6_K = 10, TYPES = 11
 };
