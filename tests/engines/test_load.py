@@ -4,6 +4,7 @@ import errno
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,7 +249,10 @@ HARMLESS: dict[str, tuple[str, Callable[[Weights], Any], dict[str, Any]]] = {
 def test_what_changes_no_text_may_be_there(case: str, tmp_path: Path) -> None:
     name, change, config = HARMLESS[case]
     own = families.build(name, **({"tie_word_embeddings": True} if "tied" in case else {}))
-    loaded, ids = skipstone.load(saved(own, tmp_path, change, **config))[0], families.prompts(1)[0][None]
+    folder, ids = saved(own, tmp_path, change, **config), families.prompts(1)[0][None]
+    lacks = "MTP layer that cannot be used .it lacks model.layers.4.enorm.weight"
+    with pytest.warns(RuntimeWarning, match=lacks) if "predict further" in case else nullcontext():
+        loaded = skipstone.load(folder)[0]
     found, expected = (skipstone.generate(one, ids, SKIP, max_new_tokens=12).new_tokens for one in (loaded, own))
     assert found == expected
 

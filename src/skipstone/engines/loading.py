@@ -28,6 +28,7 @@ from skipstone.assets import NANO
 from skipstone.engines.choose_engine import EngineOptions, attach
 from skipstone.engines.host_transfer import out_of_memory
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.mtp_head import attach_mtp
 from skipstone.models import torch_defaults
 from skipstone.models import unpacked_gguf as gguf
 from skipstone.models.checkpoints import auto_class, expect_fit
@@ -69,6 +70,7 @@ def load(  # noqa: PLR0913
     compute_dtype: str | None = None,
     keep_weights: bool = True,
     generation_config: GenerationConfig | None = None,
+    mtp: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, ready to decode, and its tokenizer.
 
@@ -90,6 +92,7 @@ def load(  # noqa: PLR0913
     keep_weights: False if only skipstone decodes with the model. The native engine's copy of the matrices is then the only one.
     A read unpacks it, and a change in place is a RuntimeError. Other engines keep the weights.
     generation_config: replaces the model's own generation_config.json, which is not read then.
+    mtp: False leaves out the checkpoint's layer for multi-token prediction, and saves its memory. Drafts need it, texts do not.
 
     OSError if nothing is found. ValueError for a corrupt or incomplete checkpoint, an invalid engine or dtype, a quantize or
     compute_dtype that the native engine cannot do for the model, and untested quantised kernels. ImportError with installation
@@ -104,6 +107,8 @@ def load(  # noqa: PLR0913
     options |= {"generation_config": generation_config}
     model, tokenizer = load_model(name, dtype=dtype, **options), load_tokenizer(name, trust_remote_code)
     attach(model, engine_options)
+    if "gguf_file" not in _locate(name)[1]:
+        attach_mtp(model, mtp)
     if engine_options.quantizes or compute_dtype or not keep_weights:
         ModelRunner(model)  # quantises or raises, and gives the weights up
     return model, tokenizer

@@ -46,6 +46,7 @@ def load_for_decoding(  # noqa: PLR0913
     compute_dtype: str | None = None,
     cache: bool = True,
     generation_config: Callable[[], Any] = lambda: None,
+    mtp: bool = True,
     **others: Any,
 ) -> tuple[Any, Any]:
     """A model, ready to decode, and its tokenizer. Only skipstone decodes with the model.
@@ -81,7 +82,7 @@ def load_for_decoding(  # noqa: PLR0913
     from skipstone.engines import loading
 
     arguments = {"dtype": dtype, "device": device, "engine": engine, "quantize": quantize, **others}
-    arguments |= {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype}
+    arguments |= {"kv_dtype": kv_dtype, "compute_dtype": compute_dtype, "mtp": mtp}
     return loading.load(name, keep_weights=keep_weights, generation_config=generation_config(), **arguments)
 
 

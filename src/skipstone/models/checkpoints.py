@@ -8,19 +8,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from skipstone.models.families import text_config
+from skipstone.models.mtp_layouts import OWN_NAME, PARTS
 from skipstone.models.quantised_checkpoints import quantization_method
 
 SHOWN = 3  # weights named in a message
 LAYER = re.compile(r"\b(?:layers|h)\.(\d+)\.")  # a parameter's name inside a layer list, with the layer's number
 PREDICTS = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields of a config: number of layers after the last one that predict further tokens. transformers does not run them."""
+"""Fields of a config: number of MTP layers after the last one. transformers does not load them."""
 TABLES = re.compile(
     r"(^|\.)((original_)?inv_freq|(cos|sin)_cached|causal_mask|position_ids|embed_positions\.weights|version|_float_tensor"
     r"|(cross)?(attn|attention)\.(masked_)?bias)$"
 )
 """Masks, positions and rotary tables, which older versions of transformers and torch saved."""
-PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")  # layers for several tokens at once, under a name of their own
-PREDICTING = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|mtp_\w+)\b")  # parts of such a layer in the usual list of layers
 VALUES = re.compile(r"^v_head\.")  # the head of a reward trainer
 OTHER_SENSES = re.compile(r"^(model\.)?(vision|visual|audio|multi_modal_projector|vqmodel|embed_vision|embed_audio)")
 """Other parts of a multimodal model than its text model."""
@@ -60,7 +59,7 @@ def expect_fit(name: str, kind: str | None, model: Any, report: Any) -> None:
 def _superfluous(keys: Collection[str], kind: str | None, model: Any) -> list[str]:
     """Unloaded weights that change the model's results. transformers has already removed those that the class ignores."""
     method, config = quantization_method(getattr(model.config, "quantization_config", None)), text_config(model)
-    harmless = [TABLES, PREDICTORS, VALUES]
+    harmless = [TABLES, OWN_NAME, VALUES]
     if method is not None:
         harmless.append(SCALES)
     if method == "gptq":  # AutoGPTQ wrote a bias of zeros for every linear
@@ -69,7 +68,7 @@ def _superfluous(keys: Collection[str], kind: str | None, model: Any) -> list[st
         harmless.append(OTHER_SENSES)
     ahead = max(getattr(config, field, None) or 0 for field in PREDICTS)
     behind = range(config.num_hidden_layers, config.num_hidden_layers + ahead)
-    predicting = {layer[1] for key in keys if PREDICTING.search(key) and (layer := LAYER.search(key))}
+    predicting = {layer[1] for key in keys if PARTS.search(key) and (layer := LAYER.search(key))}
 
     def predicts(key: str) -> bool:
         layer = LAYER.search(key)
