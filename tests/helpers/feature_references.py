@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from tests.helpers.feature_heads import read_weights
+from tests.helpers.mtp_checkpoints import QWEN, block_config
 
 
 @torch.no_grad()
@@ -204,3 +205,82 @@ def eagle3_draft_logits(
 ) -> Tensor:
     """`HeadReference.draft_logits` of a folder. embedding, head: the target's weights [V, D]."""
     return Eagle3Reference(folder, embedding, head).draft_logits(states, tokens, drafts)
+
+
+QWEN_NAMES = {
+    **{"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"},
+    **{"eh_proj": "fc", "shared_head.norm": "norm"},
+}
+"""DeepSeek's names: Qwen's."""
+
+
+class MtpReference(HeadReference):
+    """The MTP layer of a checkpoint. Norms, projections, head and chain are written out.
+
+    The decoder layer is transformers' own class in float64, with weights that are put in one by one. It runs over all columns
+    from the first, with a causal mask and without a cache. transformers routes to experts, and turns positions into angles,
+    in float32.
+
+    feedback: "normed": the state after the norm before the head is fed back; "raw": the state before it.
+    """
+
+    def __init__(self, folder: Path, feedback: str = "normed", layer: int = 0) -> None:
+        self.config: Any = AutoConfig.from_pretrained(folder).get_text_config()
+        self.feedback, self.offset = feedback, float(self.config.model_type in QWEN)
+        weights = {name.replace("model.language_model.", "model."): one.double() for name, one in read_weights(folder).items()}
+        own = f"model.layers.{self.config.num_hidden_layers + layer}."
+        if self.offset:
+            own = f"mtp.layers.{layer}."
+            weights |= {f"{own}{ours}.weight": weights[f"mtp.{theirs}.weight"] for ours, theirs in QWEN_NAMES.items()}
+        self.weights = {name.removeprefix(own): weight for name, weight in weights.items() if name.startswith(own)}
+        self.weights.setdefault("embed_tokens.weight", weights["model.embed_tokens.weight"])
+        self.weights.setdefault("shared_head.head.weight", weights["lm_head.weight"])
+        self.weights.setdefault("shared_head.norm.weight", weights["model.norm.weight"])
+        self.decoder = _block(self.config, self.weights)
+
+    def norm(self, values: Tensor, name: str) -> Tensor:
+        return rms_norm(values, self.weights[f"{name}.weight"] + self.offset, self.config.rms_norm_eps)
+
+    def read_states(self, states: Tensor) -> Tensor:
+        return states
+
+    def enter(self, tokens: Tensor, states: Tensor) -> Tensor:
+        embedded = self.norm(self.weights["embed_tokens.weight"][tokens], "enorm")
+        return torch.cat([embedded, self.norm(states, "hnorm")], -1) @ self.weights["eh_proj.weight"].T
+
+    @torch.no_grad()
+    def layer(self, entering: Tensor, positions: Tensor) -> Tensor:
+        count = len(entering)
+        mask = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)[None, None]
+        angles = self.decoder.rotary_emb(entering[None], positions[None])
+        block = self.decoder.layers[0]
+        found = block(entering[None], attention_mask=mask, position_ids=positions[None], position_embeddings=angles)
+        return (found[0] if isinstance(found, tuple) else found)[0]
+
+    def feed_back(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden, "shared_head.norm") if self.feedback == "normed" else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden, "shared_head.norm") @ self.weights["shared_head.head.weight"].T
+
+
+@torch.no_grad()
+def _block(config: Any, weights: dict[str, Tensor]) -> Any:
+    """A decoder in float64 with one layer, made of the tensors of an MTP layer. Experts that are stored one by one are fused:
+    gate and up to [E, 2 * f, d], down to [E, d, f]."""
+    single = block_config(config)
+    single._experts_implementation = "eager"
+    model: Any = AutoModelForCausalLM.from_config(single, attn_implementation="eager", dtype=torch.float64).eval()
+    for name, parameter in model.get_decoder().layers[0].state_dict().items():
+        if name in weights:
+            parameter.copy_(weights[name])
+            continue
+        parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+        for expert, values in enumerate(parameter):
+            values.copy_(torch.cat([weights[f"mlp.experts.{expert}.{part}_proj.weight"] for part in parts]))
+    return model.get_decoder()
+
+
+def mtp_draft_logits(folder: Path, states: Tensor, tokens: Tensor, drafts: Tensor, feedback: str = "normed") -> Tensor:
+    """`HeadReference.draft_logits` of a checkpoint. states: after the target's final norm, `normed_states`."""
+    return MtpReference(folder, feedback).draft_logits(states, tokens, drafts)
