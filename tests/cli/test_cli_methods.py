@@ -72,7 +72,7 @@ def test_a_new_method_brings_its_settings_along(folder: Path, monkeypatch: pytes
 
 
 ENGINE = "--dtype --device --engine --quantize"
-MODEL = f"{ENGINE} --compute-dtype"
+MODEL = f"{ENGINE} --compute-dtype --no-mtp"
 GENERATION = f"{MODEL} --kv-dtype --trust-remote-code --no-cache --generation-config --override-generation-config"
 METHOD = "--method --speculative-config"
 FLAGS = {

@@ -1,8 +1,12 @@
 """The MTP layers of checkpoints: found by their tensors, read as heads, equal to transformers' own MTP."""
 
+import gc
+import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -12,13 +16,16 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
+import skipstone
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.mtp_head import load_mtp
+from skipstone.engines.mtp_head import MtpHead, attached_mtp, load_mtp, mtp_notes
+from skipstone.models.mtp_layouts import NoMtpError, find_mtp
 from skipstone.models.passes import Pass
-from tests.helpers import families
-from tests.helpers.support import save
+from skipstone.models.quantised_checkpoints import kernels
+from tests.helpers import families, quantised
+from tests.helpers.support import save, tokenizer
 
 TEXT = torch.randint(1, 97, (1, 13), generator=torch.Generator().manual_seed(3))
 DRAFTS = (5, 41, 17)
@@ -126,3 +133,187 @@ def test_an_embedding_and_an_lm_head_of_its_own_are_kept_if_they_differ(tmp_path
     assert torch.equal(head.model.get_input_embeddings().weight, stored[names[0]])
     assert torch.equal(head.model.get_output_embeddings().weight, stored[names[1]])
     assert head.nbytes == sum(one.nbytes for name, one in stored.items() if ".layers.4." in name)
+
+
+OTHER_LAYOUTS = {
+    "the layout of MiMo, which skipstone does not run": ["model.mtp_layers.0.input_proj.weight"],
+    "the layout of MiMo-V2 and LongCat": ["model.mtp.layers.0.eh_proj.weight", "model.mtp.layers.0.enorm.weight"],
+    "the layout of Step": ["model.layers.4.eh_proj.weight", "model.layers.4.transformer.shared_head.norm.weight"],
+    "the layout of Ling and Hunyuan": ["model.layers.4.eh_proj.weight", "model.layers.4.final_layernorm.weight"],
+    "the layout of ERNIE": ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"],
+    r"a layout that skipstone does not know \(mtp.0.e_proj.weight\)": ["mtp.0.e_proj.weight", "mtp.0.h_proj.weight"],
+}
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_other_layouts_are_named(layout: str) -> None:
+    names = ["model.embed_tokens.weight", "model.layers.3.input_layernorm.weight", *OTHER_LAYOUTS[layout]]
+    with pytest.raises(NoMtpError, match=f"^has MTP layers in {layout}"):
+        find_mtp(names)
+
+
+def test_a_checkpoint_with_another_layout_loads_without_a_warning(tmp_path: Path) -> None:
+    plain = save(families.build("llama"), tmp_path / "plain")
+    weights = load_file(plain / "model.safetensors")
+    weights["model.mtp_layers.0.input_proj.weight"] = torch.ones(8)
+    save_file(weights, plain / "model.safetensors", {"format": "pt"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        target = ModelRunner(skipstone.load(plain)[0])
+    assert attached_mtp(target) is None
+    with pytest.raises(ValueError, match=f"^{plain} has MTP layers in the layout of MiMo, which skipstone does not run$"):
+        load_mtp(target)
+
+
+def test_the_first_of_several_layers_is_taken_and_a_note_says_so(tmp_path: Path) -> None:
+    def again(weights: dict[str, Tensor]) -> None:
+        own = {name: one for name, one in weights.items() if ".layers.4." in name}
+        weights |= {name.replace(".4.", ".5."): -one for name, one in own.items()}
+
+    assert find_mtp([f"model.language_model.layers.{layer}.eh_proj.weight" for layer in (10, 9)]).names == {
+        "eh_proj.weight": "model.language_model.layers.9.eh_proj.weight"
+    }
+    qwen = find_mtp(["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.1.mlp.up_proj.weight"])
+    assert (qwen.names["model.layers.0.mlp.up_proj.weight"], qwen.num_layers) == ("mtp.layers.0.mlp.up_proj.weight", 2)
+    target = ModelRunner(target_of(checkpoint(tmp_path, "deepseek_v3", change=again)), "eager")
+    assert mtp_notes(target) == []
+    own = load_file(tmp_path / "model.safetensors")["model.layers.4.eh_proj.weight"]
+    assert torch.equal(load_mtp(target).layer.eh_proj.weight, own)
+    assert mtp_notes(target)[1:] == ["the checkpoint has 2 MTP layers, and skipstone runs the first"]
+
+
+Change = Callable[[dict[str, Tensor]], Any]
+MISFITS: dict[str, tuple[str, Change]] = {
+    "it lacks model.layers.4.enorm.weight": ("deepseek_v3", lambda weights: weights.pop("model.layers.4.enorm.weight")),
+    "it lacks model.layers.4.shared_head.norm.weight": (
+        "glm4_moe", lambda weights: weights.pop("model.layers.4.shared_head.norm.weight")
+    ),
+    "it lacks model.layers.4.self_attn.o_proj.weight": (
+        "glm4_moe", lambda weights: weights.pop("model.layers.4.self_attn.o_proj.weight")
+    ),
+    "it lacks model.layers.4.mlp.experts.1.up_proj.weight": (
+        "deepseek_v3", lambda weights: weights.pop("model.layers.4.mlp.experts.1.up_proj.weight")
+    ),
+    "model.layers.4.mlp.experts.down_proj has shape": (
+        "glm4_moe", lambda weights: [weights.pop(name) for name in [*weights] if ".layers.4.mlp.experts.3." in name]
+    ),
+    "it lacks mtp.norm.weight": ("qwen3_5", lambda weights: weights.pop("mtp.norm.weight")),
+    "it lacks mtp.layers.0.mlp.down_proj.weight": ("qwen3_5", lambda weights: weights.pop("mtp.layers.0.mlp.down_proj.weight")),
+    r"model.layers.4.eh_proj.weight has shape \[32, 48\], expected \[32, 64\]": (
+        "glm4_moe", lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.ones(32, 48)})
+    ),
+    r"mtp.layers.0.mlp.up_proj.weight has shape \[48, 32\], expected \[64, 32\]": (
+        "qwen3_5", lambda weights: weights.update({"mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)})
+    ),
+    r"model.layers.4.embed_tokens.weight has shape \[96, 32\], expected \[97, 32\]": (
+        "glm4_moe", lambda weights: weights.update({"model.layers.4.embed_tokens.weight": torch.ones(96, 32)})
+    ),
+    "it has mtp.further.weight, which a layer of qwen3_5_text does not have": (
+        "qwen3_5", lambda weights: weights.update({"mtp.further.weight": torch.ones(8)})
+    ),
+    r"model.layers.4.mlp.experts.0.down_proj.weight is F8_E4M3, expected one of .*: it is quantised": (
+        "deepseek_v3", lambda weights: weights.update(
+            {name: one.to(torch.float8_e4m3fn) for name, one in weights.items() if ".layers.4.mlp.experts.0" in name}
+        )
+    ),
+    "model.layers.4.self_attn.q_proj.weight_packed is I32": (
+        "glm4_moe", lambda weights: weights.update({"model.layers.4.self_attn.q_proj.weight_packed": torch.ones(32, 4).int()})
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", MISFITS)
+def test_a_layer_that_cannot_be_used_is_left_out_with_one_warning(reason: str, tmp_path: Path) -> None:
+    kind, change = MISFITS[reason]
+    folder, prompt = checkpoint(tmp_path, kind, change=change), families.prompts(1)[0]
+    with pytest.warns(RuntimeWarning, match=rf"^{folder} has an MTP layer that cannot be used \({reason}.*\)$") as caught:
+        model = skipstone.load(folder)[0]
+    assert len([one for one in caught if one.category is RuntimeWarning]) == 1
+    target = ModelRunner(model)
+    assert attached_mtp(target) is None
+    with pytest.raises(ValueError, match=reason):
+        load_mtp(target)
+    new_tokens = skipstone.generate(model, prompt[None], skipstone.Autoregressive(), max_new_tokens=4).new_tokens
+    assert new_tokens == [model.generate(prompt[None], max_new_tokens=4, do_sample=False)[0, len(prompt) :].tolist()]
+
+
+def test_load_reads_the_layer_unless_it_is_not_wanted(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, "glm4_moe")
+    target, without = (ModelRunner(skipstone.load(folder, mtp=wanted)[0]) for wanted in (True, False))
+    head = attached_mtp(target)
+    assert isinstance(head, MtpHead)
+    assert mtp_notes(target) == [f"MTP layer, extra memory: {head.nbytes / 1e6:.1f} MB; --no-mtp leaves it out"]
+    assert attached_mtp(without) is None
+    assert mtp_notes(without) == []
+    with pytest.raises(ValueError, match=f"^{folder} was loaded without its MTP layer$"):
+        load_mtp(without)
+
+
+def test_a_model_of_transformers_has_its_layer_read_when_it_is_asked_for(tmp_path: Path) -> None:
+    target = ModelRunner(target_of(checkpoint(tmp_path, "glm4_moe")))
+    assert attached_mtp(target) is None
+    head = load_mtp(target)
+    again = attached_mtp(target)
+    assert again is not None
+    assert again.layer is head.layer
+    target.model.to(torch.bfloat16)
+    moved = load_mtp(ModelRunner(target.model))
+    assert (moved.dtype, moved.layer.eh_proj.weight.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert moved.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
+
+
+def test_without_files_or_mtp_layers_the_reason_is_said(tmp_path: Path) -> None:
+    target = ModelRunner(families.build("glm4_moe"))
+    with pytest.raises(OSError, match="no folder with its files, which have its MTP layer"):
+        load_mtp(target)
+    plain = ModelRunner(target_of(save(families.build("glm4_moe"), tmp_path)))
+    with pytest.raises(ValueError, match=f"^{tmp_path} has no MTP layers$"):
+        load_mtp(plain)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        load_mtp(plain)
+
+
+def test_two_models_of_a_class_have_their_own_layers_and_are_freed(tmp_path: Path) -> None:
+    def other(weights: dict[str, Tensor]) -> None:
+        weights["mtp.fc.weight"] = -weights["mtp.fc.weight"]
+
+    folders = checkpoint(tmp_path / "one", "qwen3_5"), checkpoint(tmp_path / "other", "qwen3_5", change=other)
+    models = [skipstone.load(folder)[0] for folder in folders]
+    heads = [attached_mtp(ModelRunner(model, "eager")) for model in models]
+    assert heads[0] is not None
+    assert heads[1] is not None
+    assert torch.equal(heads[0].layer.eh_proj.weight, -heads[1].layer.eh_proj.weight)
+    alive, layers = [ref(model) for model in models], [ref(head.layer) for head in heads if head]
+    models.clear()
+    gc.collect()
+    assert [model() for model in alive] == [None, None], "a head keeps its target"
+    heads.clear()
+    gc.collect()
+    assert [layer() for layer in layers] == [None, None]
+
+
+def test_a_plain_layer_of_a_quantised_checkpoint_is_read_and_a_quantised_one_is_not(tmp_path: Path) -> None:
+    folder, plain = quantised.compressed_checkpoint(4, "pack-quantized"), quantised.plain()
+    tokenizer().save_pretrained(folder)
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    size = plain.config.hidden_size
+    norms = {f"model.layers.4.{name}.weight": torch.ones(size) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own = {name.replace(".3.", ".4."): one for name, one in plain.state_dict().items() if ".layers.3." in name}
+    own |= {"model.layers.4.eh_proj.weight": torch.eye(size).repeat(1, 2), **norms}
+    save_file({**weights, **own}, folder / "model.safetensors", {"format": "pt"})
+    model = skipstone.load(folder)[0]
+    assert kernels(model)
+    head = attached_mtp(ModelRunner(model))
+    assert head is not None
+    assert not kernels(head.model)
+    assert torch.equal(head.model.model.layers[0].mlp.up_proj.weight, plain.model.layers[3].mlp.up_proj.weight)
+    assert chain_logits(head, TEXT, torch.randn(1, TEXT.shape[1], size), DRAFTS).isfinite().all()
+    own |= {
+        name.replace(".3.", ".4."): one.clone() for name, one in weights.items() if ".layers.3." in name and "packed" in name
+    }
+    save_file({**weights, **own}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.warns(RuntimeWarning, match=r"has an MTP layer that cannot be used .*weight_packed is I32.*it is quantised"):
+        model = skipstone.load(folder)[0]
+    assert skipstone.generate(model, TEXT, max_new_tokens=2).new_tokens

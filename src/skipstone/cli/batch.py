@@ -83,7 +83,7 @@ def _settings(model: BatchModelOptions, method: Any, served_name: str, limits: T
     from skipstone.serving.settings import ServerSettings
 
     about = asdict(model) | {"called": served_name, "method": method, "max_model_len": limits.max_model_len}
-    del about["device"], about["trust_remote_code"], about["no_cache"]
+    del about["device"], about["trust_remote_code"], about["no_cache"], about["no_mtp"]
     server = ServerSettings(
         served_name, method, limits.max_num_seqs, limits.max_model_len, UNLIMITED_WAITING, drain_seconds=0.0
     )

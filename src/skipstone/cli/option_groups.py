@@ -126,6 +126,7 @@ class ModelOptions(OptionGroup):
         "float32 rounds no input of a matrix product. Default: bfloat16 for bfloat16 weights on the native engine.",
         choices=COMPUTE_DTYPES,
     )
+    no_mtp: bool = option(False, "Leave out the checkpoint's layer for multi-token prediction (MTP).", "--no-mtp")
 
     @property
     def name(self) -> str:
@@ -152,7 +153,7 @@ class ModelOptions(OptionGroup):
         dtype = self.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
         is_placed = arguments.get("device_map") is not None or arguments.get("tp_plan") is not None
         device = "cpu" if is_placed and self.device == "auto" else usable_device(self.device)
-        own = {"engine": self.engine, "quantize": self.quantize, "compute_dtype": self.compute_dtype}
+        own = {"engine": self.engine, "quantize": self.quantize, "compute_dtype": self.compute_dtype, "mtp": not self.no_mtp}
         return {"dtype": dtype, "device": device, **own, **arguments}
 
 

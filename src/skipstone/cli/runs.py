@@ -27,6 +27,7 @@ from skipstone.decoding.method import Method
 from skipstone.decoding.stats import Stats
 from skipstone.engines.choose_engine import copies_of
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.mtp_head import mtp_notes
 from skipstone.hf.detokenizer import Detokenizer, detokenize
 from skipstone.methods import spell
 from skipstone.methods.autoregressive import Autoregressive
@@ -326,7 +327,8 @@ def figure_lines(job: RunInput, method: Method, run: Run) -> list[str]:
     runner = ModelRunner(job.model)
     reason = "" if runner.engine_reason is None else f" (not native: {runner.engine_reason})"
     kv_dtype = "" if runner.kv_dtype is None else f", keys and values kept in {runner.engine_options.kv_dtype}"
-    lines += [f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}", *method.notes(runner)]
+    lines.append(f"engine {runner.engine.name}: {runner.engine.detail}{kv_dtype}{reason}")
+    lines += [*mtp_notes(runner), *method.notes(runner)]
     if job.is_sampled:
         lines.append(f"seed {job.seed}")
     warning = busy_warning(run.waited_share)

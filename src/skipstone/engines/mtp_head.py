@@ -102,3 +102,14 @@ def load_mtp(target: ModelRunner, feedback: Feedback = "normed") -> MtpHead:
     if isinstance(layer, str):
         raise ValueError(f"{model.config.name_or_path} {layer}")
     return MtpHead(target, layer, feedback)
+
+
+def mtp_notes(target: ModelRunner) -> list[str]:
+    """Sentences for a user about the MTP layer that takes memory next to a model; empty without one."""
+    layer = _LAYERS.known(target.model).get("mtp")
+    if not isinstance(layer, MtpLayer):
+        return []
+    notes = [f"MTP layer, extra memory: {layer.nbytes / 1e6:.1f} MB; --no-mtp leaves it out"]
+    if layer.num_layers > 1:
+        notes.append(f"the checkpoint has {layer.num_layers} MTP layers, and skipstone runs the first")
+    return notes

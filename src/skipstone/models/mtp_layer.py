@@ -40,20 +40,20 @@ class MtpLayer:
         places = _files_by_tensor(folder)
         tensors = find_mtp(places)
         self.num_layers = tensors.num_layers
+        for name in tensors.missing:
+            raise ValueError(f"it lacks {tensors.name_in_files(name)}")
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, "pt")) for path in {places[one] for one in tensors.names.values()}
             }
             slices = {name: files[places[one]].get_slice(one) for name, one in tensors.names.items()}
-            for name in sorted({EH_PROJ, ENORM, HNORM, NORM} - {*slices}):
-                raise ValueError(f"it lacks {tensors.name_in_files(name)}")
             _expect_floats(slices, tensors)
             self.model = _one_layer_model(target, slices, tensors)
             self._read_inputs(slices, tensors)
             self._share(target, slices, tensors)
-        parts, known = (self.model, self.enorm, self.hnorm, self.eh_proj), {one.data_ptr() for one in self._shared}
-        weights = chain.from_iterable(part.state_dict().values() for part in parts)
-        self.nbytes = sum(one.nbytes for one in weights if one.data_ptr() not in known)
+        parts = (self.model, self.enorm, self.hnorm, self.eh_proj)
+        weights = chain.from_iterable(part.state_dict(keep_vars=True).values() for part in parts)
+        self.nbytes = sum(one.nbytes for one in weights if not any(one is other for other in self._shared))
 
     def _read_inputs(self, slices: Mapping[str, Any], tensors: MtpTensors) -> None:
         """Make enorm, hnorm and eh_proj."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
+from itertools import product
 from typing import NamedTuple
 
 OWN_NAME = re.compile(r"(^|\.)mtp(_\w+)?\.")
@@ -48,6 +49,13 @@ class MtpTensors(NamedTuple):
     block: str
     parts: Mapping[str, str]
     num_layers: int
+
+    @property
+    def missing(self) -> list[str]:
+        """Tensors that the files lack, as far as the names of the others tell. Our names."""
+        matches = [match for name in self.names if (match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name))]
+        experts = product(*({match[part] for match in matches} for part in (1, 2, 3)))
+        return sorted({EH_PROJ, ENORM, HNORM, NORM, *map("".join, experts)} - {*self.names})
 
     def name_in_files(self, name: str) -> str:
         """The name in the files of a tensor that they have or lack. name: ours."""
