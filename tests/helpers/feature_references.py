@@ -7,9 +7,10 @@ DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 2.2.
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -205,6 +206,29 @@ def eagle3_draft_logits(
 ) -> Tensor:
     """`HeadReference.draft_logits` of a folder. embedding, head: the target's weights [V, D]."""
     return Eagle3Reference(folder, embedding, head).draft_logits(states, tokens, drafts)
+
+
+class Oracle(NamedTuple):
+    """A head that speculators has saved, and its logits [T, K, S] at every depth. states: [T, E * D]. tokens: [T + 1].
+    drafts: [T, K - 1]. The target has 8 layers, states of 16 and a vocabulary of 40."""
+
+    folder: Path
+    states: Tensor
+    tokens: Tensor
+    drafts: Tensor
+    logits: Tensor
+
+
+def speculators_oracles() -> dict[str, Oracle]:
+    """What tests/helpers/speculators_oracle.py has written. Drafts are the text's own tokens, with zeros after its end."""
+    oracles: dict[str, Oracle] = {}
+    for folder in sorted((Path(__file__).parent / "records" / "speculators_eagle3").iterdir()):
+        given = load_file(folder / "oracle.st")
+        count, depths, _ = given["logits"].shape
+        longer = torch.cat([given["tokens"][2:], torch.zeros(depths, dtype=torch.int64)])
+        drafts = longer.unfold(0, depths - 1, 1)[:count]
+        oracles[folder.name] = Oracle(folder, given["states"].double(), given["tokens"], drafts, given["logits"].double())
+    return oracles
 
 
 QWEN_NAMES = {

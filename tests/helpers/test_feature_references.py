@@ -9,7 +9,14 @@ from torch import Tensor
 
 from tests.helpers import families
 from tests.helpers.feature_heads import LLAMA3_ROPE, eagle3_folder, edit_weights
-from tests.helpers.feature_references import Eagle3Reference, HeadReference, normed_states, rms_norm, target_states
+from tests.helpers.feature_references import (
+    Eagle3Reference,
+    HeadReference,
+    normed_states,
+    rms_norm,
+    speculators_oracles,
+    target_states,
+)
 
 DEPTHS = [2, 4, 5]
 """Of a target with 8 layers: 2, N // 2 and N - 3."""
@@ -159,3 +166,12 @@ def test_the_last_depth_is_before_the_final_norm(text: Text) -> None:
     norm: Any = text.model.model.norm
     expected = rms_norm(before, norm.weight.detach(), text.model.config.rms_norm_eps)
     torch.testing.assert_close(normed_states(text.model, text.tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_scaled", "qwen3", "qwen3_normed"])
+def test_equals_speculators_at_every_depth(name: str) -> None:
+    """Its norms and angles are computed in float32."""
+    oracle = speculators_oracles()[name]
+    head = Eagle3Reference(oracle.folder)
+    logits = head.draft_logits(oracle.states, oracle.tokens, oracle.drafts)
+    torch.testing.assert_close(logits[..., head.ids], oracle.logits, rtol=0, atol=5e-5)

@@ -179,3 +179,11 @@ def test_files_of_multimodal_models(tmp_path: Path, kind: str) -> None:
     wrapped = mtp_checkpoint(tmp_path / "wrapped", kind, wrapped=True)
     assert text.differences(MtpReference(wrapped)) == [0, 0, 0]
     assert torch.equal(normed_states(load(wrapped), text.tokens[:-1]), text.states)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("deepseek_v3", 61), ("glm4_moe", 46)])
+def test_equals_transformers_at_the_layer_numbers_of_published_models(tmp_path: Path, kind: str, layers: int) -> None:
+    """transformers finds the MTP layers by itself."""
+    text = Text(tmp_path, kind, layers=layers)
+    own: Any = MtpModel.from_pretrained(text.model)
+    torch.testing.assert_close(recycled(own.double().eval(), text, 7), text.expected[7], rtol=0, atol=ROUNDING)
