@@ -85,6 +85,8 @@ def chain_logits(head: FeatureHead, tokens: Tensor, states: Tensor, drafts: Sequ
 @torch.no_grad()
 def transformers_logits(model: Any, tokens: Tensor, states: Tensor, drafts: Sequence[int]) -> Tensor:
     """The same by transformers' own MTP, whose one layer runs again for every draft."""
+    config = model.config
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
     mtp = MtpModel.from_pretrained(model)
     cache, given, logits, start = MtpCache(config=model.config.get_mtp_config()), tokens, [], 1
     for step in range(len(drafts) + 1):
@@ -96,7 +98,10 @@ def transformers_logits(model: Any, tokens: Tensor, states: Tensor, drafts: Sequ
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [("deepseek_v3", 61), ("glm4_moe", 46)])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47), ("qwen3_next", 4), ("qwen3_5", 4), ("qwen3_5_moe", 4)],
+)
 def test_logits_at_every_depth_are_those_of_transformers(kind: str, layers: int, tmp_path: Path) -> None:
     """transformers knows the MTP layer of these types by its number in published checkpoints."""
     model = target_of(checkpoint(tmp_path, kind, layers))
@@ -317,3 +322,14 @@ def test_a_plain_layer_of_a_quantised_checkpoint_is_read_and_a_quantised_one_is_
     with pytest.warns(RuntimeWarning, match=r"has an MTP layer that cannot be used .*weight_packed is I32.*it is quantised"):
         model = skipstone.load(folder)[0]
     assert skipstone.generate(model, TEXT, max_new_tokens=2).new_tokens
+
+
+def test_a_target_with_weights_on_the_disk_is_loaded_without_its_layer(tmp_path: Path) -> None:
+    folder, plain = checkpoint(tmp_path / "mtp", "glm4_moe"), save(families.build("glm4_moe"), tmp_path / "plain")
+    options: dict[str, Any] = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    with pytest.warns(RuntimeWarning, match="cannot be used .the model's weights are on cpu and disk, expected one device"):
+        model = skipstone.load(folder, **options)[0]
+    assert skipstone.generate(model, TEXT, max_new_tokens=2).new_tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        skipstone.load(plain, **options)

@@ -35,13 +35,12 @@ class MtpLayer:
         NoMtpError without an MTP layer that skipstone runs. OSError for files that cannot be read. ValueError for weights that
         are quantised, missing or misshapen, and for a target on several devices.
         """
-        self._shared = _shared(target)
-        _expect_one_device(target)
         places = _files_by_tensor(folder)
         tensors = find_mtp(places)
-        self.num_layers = tensors.num_layers
         for name in tensors.missing:
             raise ValueError(f"it lacks {tensors.name_in_files(name)}")
+        _expect_one_device(target)
+        self._shared, self.num_layers = _shared(target), tensors.num_layers
         with ExitStack() as stack:
             files = {
                 path: stack.enter_context(safe_open(path, "pt")) for path in {places[one] for one in tensors.names.values()}
