@@ -25,36 +25,22 @@ from skipstone.models.mtp_layouts import NoMtpError, find_mtp
 from skipstone.models.passes import Pass
 from skipstone.models.quantised_checkpoints import kernels
 from tests.helpers import families, quantised
+from tests.helpers.feature_heads import edit_weights
+from tests.helpers.feature_references import MtpReference, normed_states
+from tests.helpers.mtp_checkpoints import MTP_KINDS, mtp_checkpoint
 from tests.helpers.support import save, tokenizer
 
 TEXT = torch.randint(1, 97, (1, 13), generator=torch.Generator().manual_seed(3))
 DRAFTS = (5, 41, 17)
+Change = Callable[[dict[str, Tensor]], Any]
 
 
-def checkpoint(folder: Path, kind: str, layers: int = 4, change: Callable[[dict[str, Tensor]], Any] = lambda _: None) -> Path:
-    """A tiny target with an MTP layer. kind: model type. change: alters the tensors."""
-    save(families.build(kind, layers=2, seed=7), folder)
-    block = {name: one for name, one in load_file(folder / "model.safetensors").items() if ".layers.1." in name}
-    save(families.build(kind, layers=layers), folder)
-    weights, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(1)
-    size = weights["model.norm.weight"].shape[0]
-
-    def norm(offset: float) -> Tensor:
-        return 1 + 0.3 * torch.randn(size, generator=generator) - offset
-
-    if kind.startswith("qwen"):
-        place, names = "mtp.layers.0.", {"mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"}
-        weights |= {f"{name}.weight": norm(1) for name in sorted(names)}
-    else:
-        place, names = f"model.layers.{layers}.", {"enorm", "hnorm", "shared_head.norm"}
-        weights |= {f"{place}{name}.weight": norm(0) for name in sorted(names)}
-        weights[f"{place}shared_head.head.weight"] = weights["lm_head.weight"].clone()
-        weights[f"{place}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    fc = "mtp.fc.weight" if kind.startswith("qwen") else f"{place}eh_proj.weight"
-    weights[fc] = torch.randn(size, 2 * size, generator=generator) * (2 * size) ** -0.5
-    weights |= {name.replace("model.layers.1.", place): one for name, one in block.items()}
-    change(weights)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+def checkpoint(folder: Path, kind: str, change: Change = lambda _: None, **options: Any) -> Path:
+    """A tiny target with an MTP layer, and a tokenizer. change: alters the tensors. options: of `MtpOptions`."""
+    mtp_checkpoint(folder, kind, **options)
+    if (folder / "model.safetensors").exists():
+        edit_weights(folder, change)
+    tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -98,30 +84,48 @@ def transformers_logits(model: Any, tokens: Tensor, states: Tensor, drafts: Sequ
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47), ("qwen3_next", 4), ("qwen3_5", 4), ("qwen3_5_moe", 4)],
-)
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in MTP_KINDS},
+    **{f"{kind} again": {"copies": "same", "files": 3} for kind in ("deepseek_v3", "glm4_moe")},
+    **{f"{kind} with its own embedding": {"copies": "other"} for kind in ("deepseek_v3", "glm4_moe_lite")},
+    **{f"{kind} without a norm": {"shared_norm": False} for kind in ("deepseek_v3", "glm4_moe")},
+    **{f"{kind} fused": {"fused": True} for kind in ("glm4_moe", "qwen3_next", "qwen3_5_moe_text")},
+    **{f"{kind} wrapped": {"wrapped": True, "files": 2} for kind in ("qwen3_5_text", "qwen3_5_moe_text")},
+    **{f"{kind} of two": {"mtp_layers": 2} for kind in ("deepseek_v3", "qwen3_5_text")},
+}
+
+
+@pytest.mark.parametrize("feedback", ["normed", "raw"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_at_every_depth_are_those_of_the_reference(variant: str, feedback: Any, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, variant.split()[0], **VARIANTS[variant])
+    target = ModelRunner(skipstone.load(folder)[0], "eager")
+    states = normed_states(target.model, TEXT[0])
+    head, drafts = load_mtp(target, feedback), torch.tensor(DRAFTS)
+    torch.testing.assert_close(
+        head.read_states(target.read_layers(TEXT, [range(4)])[-1])[0].double(), states, rtol=0, atol=1e-4
+    )
+    expected, _ = MtpReference(folder, feedback).chain(states[:-1], TEXT[0], len(DRAFTS) + 1, drafts)
+    found = chain_logits(head, TEXT[:, 1:], states[None, :-1].float(), DRAFTS).double()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    other, _ = MtpReference(folder, {"normed": "raw", "raw": "normed"}[feedback]).chain(states[:-1], TEXT[0], 2, drafts)
+    assert (other[1] - expected[1]).abs().max() > 0.1, "the feedback makes no difference, so nothing is proved"
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("deepseek_v3", 61), ("glm4_moe", 46), ("glm4_moe_lite", 47), ("qwen3_next", 4)])
 def test_logits_at_every_depth_are_those_of_transformers(kind: str, layers: int, tmp_path: Path) -> None:
-    """transformers knows the MTP layer of these types by its number in published checkpoints."""
-    model = target_of(checkpoint(tmp_path, kind, layers))
-    target = ModelRunner(model, "eager")
+    """transformers knows the MTP layer of three types by its number in published checkpoints."""
+    model = target_of(checkpoint(tmp_path, kind, layers=layers))
     with torch.no_grad():
         states = model(TEXT, output_hidden_states=True).hidden_states[-1]  # after the final norm
-        own = target.read_layers(TEXT, [range(layers)])[-1]
-    head = load_mtp(target)
+    head = load_mtp(ModelRunner(model, "eager"))
     assert head.depths == (layers,)
-    torch.testing.assert_close(head.read_states(own), states)
     expected = transformers_logits(model, TEXT[:, 1:], states[:, :-1], DRAFTS)
-    torch.testing.assert_close(chain_logits(head, TEXT[:, 1:], states[:, :-1], DRAFTS), expected, rtol=1e-4, atol=1e-4)
-    raw = load_mtp(target, "raw")
-    different = chain_logits(raw, TEXT[:, 1:], states[:, :-1], DRAFTS)
-    assert torch.equal(different[0], chain_logits(head, TEXT[:, 1:], states[:, :-1], ())[0])
-    assert not torch.allclose(different[1:], expected[1:], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(chain_logits(head, TEXT[:, 1:], states[:, :-1], DRAFTS), expected, rtol=0, atol=1e-4)
 
 
 def test_the_embedding_and_the_lm_head_are_the_target_s(tmp_path: Path) -> None:
-    model = target_of(checkpoint(tmp_path, "deepseek_v3"))
+    model = target_of(checkpoint(tmp_path, "deepseek_v3", copies="same"))
     head = load_mtp(ModelRunner(model, "eager"))
     assert head.model.get_input_embeddings().weight is model.get_input_embeddings().weight
     assert head.model.get_output_embeddings().weight is model.get_output_embeddings().weight
@@ -130,9 +134,35 @@ def test_the_embedding_and_the_lm_head_are_the_target_s(tmp_path: Path) -> None:
     assert head.nbytes == sum(one.nbytes for one in own) - 2 * model.lm_head.weight.nbytes
 
 
+def test_a_tied_lm_head_is_shared_too(tmp_path: Path) -> None:
+    folder = checkpoint(
+        tmp_path, "qwen3_5_text", lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    target = ModelRunner(target_of(folder), "eager")
+    head, embedding = load_mtp(target), target.model.get_input_embeddings().weight
+    assert head.model.get_input_embeddings().weight is head.model.get_output_embeddings().weight is embedding
+    expected, _ = MtpReference(folder).chain(torch.ones(12, 32, dtype=torch.float64), TEXT[0], 1)
+    torch.testing.assert_close(chain_logits(head, TEXT[:, 1:], torch.ones(1, 12, 32), ()).double(), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", MTP_KINDS)
+def test_weights_have_the_dtypes_of_the_target_s(kind: str, tmp_path: Path) -> None:
+    target = ModelRunner(skipstone.load(checkpoint(tmp_path, kind, dtype=torch.bfloat16))[0])
+    head = attached_mtp(target)
+    assert head is not None
+    own, known = (one.model.get_decoder().layers[-1].state_dict() for one in (head, target))
+    assert {name: one.dtype for name, one in own.items()} == {name: one.dtype for name, one in known.items()}
+    assert head.dtype == torch.bfloat16
+    assert chain_logits(head, TEXT, torch.ones(1, TEXT.shape[1], 32).bfloat16(), DRAFTS).isfinite().all()
+
+
 def test_an_embedding_and_an_lm_head_of_its_own_are_kept_if_they_differ(tmp_path: Path) -> None:
-    names = [f"model.layers.4.{part}.weight" for part in ("embed_tokens", "shared_head.head")]
-    folder = checkpoint(tmp_path, "deepseek_v3", change=lambda weights: [weights[name].mul_(1.5) for name in names])
+    folder, names = (
+        checkpoint(tmp_path, "deepseek_v3", copies="other"),
+        [f"model.layers.4.{part}.weight" for part in ("embed_tokens", "shared_head.head")],
+    )
     target = ModelRunner(target_of(folder), "eager")
     head, stored = load_mtp(target), load_file(folder / "model.safetensors")
     assert torch.equal(head.model.get_input_embeddings().weight, stored[names[0]])
@@ -171,58 +201,51 @@ def test_a_checkpoint_with_another_layout_loads_without_a_warning(tmp_path: Path
 
 
 def test_the_first_of_several_layers_is_taken_and_a_note_says_so(tmp_path: Path) -> None:
-    def again(weights: dict[str, Tensor]) -> None:
-        own = {name: one for name, one in weights.items() if ".layers.4." in name}
-        weights |= {name.replace(".4.", ".5."): -one for name, one in own.items()}
-
     assert find_mtp([f"model.language_model.layers.{layer}.eh_proj.weight" for layer in (10, 9)]).names == {
         "eh_proj.weight": "model.language_model.layers.9.eh_proj.weight"
     }
     qwen = find_mtp(["mtp.fc.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.layers.1.mlp.up_proj.weight"])
     assert (qwen.names["model.layers.0.mlp.up_proj.weight"], qwen.num_layers) == ("mtp.layers.0.mlp.up_proj.weight", 2)
-    target = ModelRunner(target_of(checkpoint(tmp_path, "deepseek_v3", change=again)), "eager")
+    target = ModelRunner(target_of(checkpoint(tmp_path, "deepseek_v3", mtp_layers=2)), "eager")
     assert mtp_notes(target) == []
     own = load_file(tmp_path / "model.safetensors")["model.layers.4.eh_proj.weight"]
     assert torch.equal(load_mtp(target).layer.eh_proj.weight, own)
     assert mtp_notes(target)[1:] == ["the checkpoint has 2 MTP layers, and skipstone runs the first"]
 
 
-Change = Callable[[dict[str, Tensor]], Any]
+BLOCK = "model.layers.4."
 MISFITS: dict[str, tuple[str, Change]] = {
-    "it lacks model.layers.4.enorm.weight": ("deepseek_v3", lambda weights: weights.pop("model.layers.4.enorm.weight")),
-    "it lacks model.layers.4.shared_head.norm.weight": (
-        "glm4_moe", lambda weights: weights.pop("model.layers.4.shared_head.norm.weight")
+    f"it lacks {BLOCK}enorm.weight": ("deepseek_v3", lambda weights: weights.pop(f"{BLOCK}enorm.weight")),
+    f"it lacks {BLOCK}self_attn.o_proj.weight": ("glm4_moe", lambda weights: weights.pop(f"{BLOCK}self_attn.o_proj.weight")),
+    f"it lacks {BLOCK}mlp.experts.1.up_proj.weight": (
+        "deepseek_v3", lambda weights: weights.pop(f"{BLOCK}mlp.experts.1.up_proj.weight")
     ),
-    "it lacks model.layers.4.self_attn.o_proj.weight": (
-        "glm4_moe", lambda weights: weights.pop("model.layers.4.self_attn.o_proj.weight")
+    f"{BLOCK}mlp.experts.down_proj has shape": (
+        "glm4_moe", lambda weights: [weights.pop(name) for name in [*weights] if f"{BLOCK}mlp.experts.3." in name]
     ),
-    "it lacks model.layers.4.mlp.experts.1.up_proj.weight": (
-        "deepseek_v3", lambda weights: weights.pop("model.layers.4.mlp.experts.1.up_proj.weight")
+    "it lacks mtp.norm.weight": ("qwen3_5_text", lambda weights: weights.pop("mtp.norm.weight")),
+    "it lacks mtp.layers.0.mlp.up_proj.weight": (
+        "qwen3_5_text", lambda weights: weights.pop("mtp.layers.0.mlp.up_proj.weight")
     ),
-    "model.layers.4.mlp.experts.down_proj has shape": (
-        "glm4_moe", lambda weights: [weights.pop(name) for name in [*weights] if ".layers.4.mlp.experts.3." in name]
+    rf"{BLOCK}eh_proj.weight has shape \[32, 48\], expected \[32, 64\]": (
+        "glm4_moe", lambda weights: weights.update({f"{BLOCK}eh_proj.weight": torch.ones(32, 48)})
     ),
-    "it lacks mtp.norm.weight": ("qwen3_5", lambda weights: weights.pop("mtp.norm.weight")),
-    "it lacks mtp.layers.0.mlp.down_proj.weight": ("qwen3_5", lambda weights: weights.pop("mtp.layers.0.mlp.down_proj.weight")),
-    r"model.layers.4.eh_proj.weight has shape \[32, 48\], expected \[32, 64\]": (
-        "glm4_moe", lambda weights: weights.update({"model.layers.4.eh_proj.weight": torch.ones(32, 48)})
+    r"mtp.layers.0.mlp.up_proj.weight has shape \[40, 32\], expected \[48, 32\]": (
+        "qwen3_5_text", lambda weights: weights.update({"mtp.layers.0.mlp.up_proj.weight": torch.ones(40, 32)})
     ),
-    r"mtp.layers.0.mlp.up_proj.weight has shape \[48, 32\], expected \[64, 32\]": (
-        "qwen3_5", lambda weights: weights.update({"mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)})
-    ),
-    r"model.layers.4.embed_tokens.weight has shape \[96, 32\], expected \[97, 32\]": (
-        "glm4_moe", lambda weights: weights.update({"model.layers.4.embed_tokens.weight": torch.ones(96, 32)})
+    rf"{BLOCK}embed_tokens.weight has shape \[96, 32\], expected \[97, 32\]": (
+        "glm4_moe", lambda weights: weights.update({f"{BLOCK}embed_tokens.weight": torch.ones(96, 32)})
     ),
     "it has mtp.further.weight, which a layer of qwen3_5_text does not have": (
-        "qwen3_5", lambda weights: weights.update({"mtp.further.weight": torch.ones(8)})
+        "qwen3_5_text", lambda weights: weights.update({"mtp.further.weight": torch.ones(8)})
     ),
-    r"model.layers.4.mlp.experts.0.down_proj.weight is F8_E4M3, expected one of .*: it is quantised": (
+    f"{BLOCK}mlp.experts.0.down_proj.weight is F8_E4M3, expected one of .*: it is quantised": (
         "deepseek_v3", lambda weights: weights.update(
-            {name: one.to(torch.float8_e4m3fn) for name, one in weights.items() if ".layers.4.mlp.experts.0" in name}
+            {name: one.to(torch.float8_e4m3fn) for name, one in weights.items() if f"{BLOCK}mlp.experts.0" in name}
         )
     ),
-    "model.layers.4.self_attn.q_proj.weight_packed is I32": (
-        "glm4_moe", lambda weights: weights.update({"model.layers.4.self_attn.q_proj.weight_packed": torch.ones(32, 4).int()})
+    f"{BLOCK}self_attn.q_proj.weight_packed is I32": (
+        "glm4_moe", lambda weights: weights.update({f"{BLOCK}self_attn.q_proj.weight_packed": torch.ones(32, 4).int()})
     ),
 }  # fmt: skip
 
@@ -283,7 +306,7 @@ def test_two_models_of_a_class_have_their_own_layers_and_are_freed(tmp_path: Pat
     def other(weights: dict[str, Tensor]) -> None:
         weights["mtp.fc.weight"] = -weights["mtp.fc.weight"]
 
-    folders = checkpoint(tmp_path / "one", "qwen3_5"), checkpoint(tmp_path / "other", "qwen3_5", change=other)
+    folders = checkpoint(tmp_path / "one", "qwen3_5_text"), checkpoint(tmp_path / "other", "qwen3_5_text", change=other)
     models = [skipstone.load(folder)[0] for folder in folders]
     heads = [attached_mtp(ModelRunner(model, "eager")) for model in models]
     assert heads[0] is not None

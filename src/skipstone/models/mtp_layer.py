@@ -141,6 +141,7 @@ def _one_layer_model(target: Any, slices: Mapping[str, Any], tensors: MtpTensors
         raise NoMtpError(f"has MTP layers, which skipstone does not run for {config.model_type}")
     kind: Any = classes[type(config)]
     block = {name: one for name, one in slices.items() if name == NORM or name.startswith(BLOCK)}
+    block.setdefault(NORM, target.get_decoder().norm.weight.detach())
     row = torch.zeros((1, config.hidden_size), dtype=torch.float32, device="cpu")
     with torch_defaults.loading():
         model, report = kind.from_pretrained(

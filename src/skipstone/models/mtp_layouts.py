@@ -52,10 +52,11 @@ class MtpTensors(NamedTuple):
 
     @property
     def missing(self) -> list[str]:
-        """Tensors that the files lack, as far as the names of the others tell. Our names."""
+        """Our names of tensors that the files lack, as far as other names tell. DeepSeek's layout may lack NORM, too."""
         matches = [match for name in self.names if (match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name))]
         experts = product(*({match[part] for match in matches} for part in (1, 2, 3)))
-        return sorted({EH_PROJ, ENORM, HNORM, NORM, *map("".join, experts)} - {*self.names})
+        needed = {EH_PROJ, ENORM, HNORM, *map("".join, experts)} | ({NORM} if self.parts is QWEN else set())
+        return sorted(needed - {*self.names})
 
     def name_in_files(self, name: str) -> str:
         """The name in the files of a tensor that they have or lack. name: ours."""
