@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from skipstone.cli.runs import TokenPrinter
 from skipstone.decoding.draft import Step
 from skipstone.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, assert_refused, document, expected, job, program, run, succeed
+from tests.helpers.mtp_checkpoints import mtp_checkpoint
 
 
 def test_stdout_is_the_text_that_transformers_generates_and_nothing_else(folder: Path) -> None:
@@ -57,6 +59,17 @@ def test_json_has_the_compute_dtype_of_the_engine(folder: Path) -> None:
     costs = ("costs", folder, "--dtype", "bfloat16", "--batch", 1)
     details = [document(*costs, *option)["key"]["detail"] for option in ((), ("--compute-dtype", "float32"))]
     assert ["rounded to bfloat16" in detail for detail in details] == [True, False]
+
+
+def test_stats_say_what_the_mtp_layer_takes_unless_it_is_left_out(folder: Path, tmp_path: Path) -> None:
+    mtp_checkpoint(tmp_path, "glm4_moe")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    common = ("generate", tmp_path, "--prompt", PROMPT, "--max-new-tokens", 2, "--method", "autoregressive", "--stats")
+    with_layer, without = succeed(*common), succeed(*common, "--no-mtp")
+    assert "MTP layer, extra memory: 0.1 MB; --no-mtp leaves it out" in with_layer.stderr.splitlines()
+    assert "MTP" not in without.stderr
+    assert with_layer.stdout == without.stdout
 
 
 def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:

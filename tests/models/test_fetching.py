@@ -13,6 +13,8 @@ from huggingface_hub.utils import _http
 
 import skipstone
 from skipstone.engines.mapped_loading import load_for_decoding
+from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.mtp_head import attached_mtp
 from skipstone.methods.adadecode.heads import load_heads
 from skipstone.methods.drafting.layer_sets import load_profile
 from skipstone.models import fetching
@@ -23,8 +25,10 @@ from skipstone.models.vocabularies import vocabulary
 from tests.helpers import hub as stand_in
 from tests.helpers.hub import Hub
 from tests.helpers.machine import prompt
+from tests.helpers.mtp_checkpoints import mtp_checkpoint
 from tests.helpers.parcels import draft_folder, everything, heads_folder, model_folder, profile_file, target, tuned_file
 from tests.helpers.settings import QUIET
+from tests.helpers.support import tokenizer
 
 pytestmark = QUIET
 
@@ -99,6 +103,20 @@ def test_a_model_and_a_draft_model_of_a_revision(hub: Hub, tmp_path: Path) -> No
     by_id = new_tokens("speculative draft_model=me/draft@v1")
     assert by_id.new_tokens == new_tokens("autoregressive").new_tokens
     assert by_id.stats.drafted == new_tokens(f"speculative draft_model={tmp_path / 'draft'}").stats.drafted > 0
+
+
+def test_the_mtp_layer_of_a_revision(hub: Hub, tmp_path: Path) -> None:
+    folders = [mtp_checkpoint(tmp_path / str(seed), "glm4_moe", seed=seed, files=3) for seed in (0, 1)]
+    for folder in folders:
+        tokenizer().save_pretrained(folder)
+    repo = hub.add("me/model", everything(folders[0]))
+    repo.branches["v1"] = repo.branches["main"]
+    repo.commit("main", everything(folders[1]), "another one")
+    for name, folder in (("me/model@v1", folders[0]), ("me/model", folders[1])):
+        head, expected = (attached_mtp(ModelRunner(skipstone.load(one)[0])) for one in (name, folder))
+        assert head is not None
+        assert expected is not None
+        assert torch.equal(head.layer.eh_proj.weight, expected.layer.eh_proj.weight), name
 
 
 def test_files_that_the_hubs_cache_lacks_are_fetched_once_for_a_mapped_model(hub: Hub, tmp_path: Path) -> None:
