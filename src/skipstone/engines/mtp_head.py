@@ -65,15 +65,14 @@ def attach_mtp(model: Any, wanted: bool = True) -> None:
         if not wanted:
             return "was loaded without its MTP layer"
         try:
-            return MtpLayer(model, folder_of(model.config))
+            return _read(model)
         except NoMtpError as reason:
             return str(reason)
         except FileNotFoundError:
             return "was loaded from files without an MTP layer"
-        except Exception as error:  # a model without its MTP layer decodes, too
-            reason = f"has an MTP layer that cannot be used ({error})"
-            warnings.warn(f"{model.config.name_or_path} {reason}", RuntimeWarning, stacklevel=4)
-            return reason
+        except Exception as error:  # the model decodes without its MTP layer, too
+            warnings.warn(f"{model.config.name_or_path} {error}", RuntimeWarning, stacklevel=4)
+            return str(error)
 
     _LAYERS.get(model, "mtp", read)
 
@@ -91,17 +90,23 @@ def load_mtp(target: ModelRunner, feedback: Feedback = "normed") -> MtpHead:
     model was loaded without it.
     """
     model = target.model
-
-    def read() -> MtpLayer:
-        return MtpLayer(model, folder_of(model.config))
-
     try:
-        layer = _LAYERS.get(model, "mtp", read, lambda known: isinstance(known, str) or known.fits(model))
+        layer = _LAYERS.get(model, "mtp", lambda: _read(model), lambda known: isinstance(known, str) or known.fits(model))
     except ValueError as error:
-        layer = str(error) if isinstance(error, NoMtpError) else f"has an MTP layer that cannot be used ({error})"
+        layer = str(error)
     if isinstance(layer, str):
         raise ValueError(f"{model.config.name_or_path} {layer}")
     return MtpHead(target, layer, feedback)
+
+
+def _read(model: Any) -> MtpLayer:
+    """Errors as in `MtpLayer`. The message of a ValueError is the end of a sentence about the model."""
+    try:
+        return MtpLayer(model, folder_of(model.config))
+    except NoMtpError:
+        raise
+    except (ValueError, RuntimeError) as error:  # transformers raises the second one for weights that do not fit
+        raise ValueError(f"has an MTP layer that cannot be used ({error})") from error
 
 
 def mtp_notes(target: ModelRunner) -> list[str]:

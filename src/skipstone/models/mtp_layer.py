@@ -80,10 +80,9 @@ class MtpLayer:
 
     def fits(self, target: Any) -> bool:
         """Whether the target still has the embedding and the LM head that the layer was read for, in its place and dtype."""
-        same = all(one is other for one, other in zip(self._shared, _shared(target), strict=True))
-        return same and all(
-            (one.device, one.dtype) == (self.eh_proj.weight.device, self.eh_proj.weight.dtype) for one in self._shared
-        )
+        own, present = self.eh_proj.weight, _shared(target)
+        same = all(one is other for one, other in zip(self._shared, present, strict=True))
+        return same and all((one.device, one.dtype) == (own.device, own.dtype) for one in present)
 
 
 def folder_of(config: Any) -> Path:
@@ -167,14 +166,9 @@ def _one_layer_config(config: Any, names: Mapping[str, Any]) -> Any:
     """names: of the layer's tensors, by which it has experts or not."""
     one, has_experts = deepcopy(config), any(".mlp.experts." in name for name in names)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id, one.tie_word_embeddings = 1, 1, None, False
-    kinds = {
-        **{"layer_types": ["full_attention"], "mlp_layer_types": ["sparse" if has_experts else "dense"]},
-        **{
-            "first_k_dense_replace": int(not has_experts),
-            "mlp_only_layers": [] if has_experts else [0],
-            "decoder_sparse_step": 1,
-        },
-    }
+    kinds: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse" if has_experts else "dense"]}
+    kinds |= {"first_k_dense_replace": int(not has_experts), "decoder_sparse_step": 1}
+    kinds |= {"mlp_only_layers": [] if has_experts else [0]}
     for field, value in kinds.items():
         if getattr(one, field, None) is not None:
             setattr(one, field, value)
