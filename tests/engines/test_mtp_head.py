@@ -129,7 +129,9 @@ def test_the_embedding_and_the_lm_head_are_the_target_s(tmp_path: Path) -> None:
     head = load_mtp(ModelRunner(model, "eager"))
     assert head.model.get_input_embeddings().weight is model.get_input_embeddings().weight
     assert head.model.get_output_embeddings().weight is model.get_output_embeddings().weight
+    assert head.model.config.vocab_size == model.config.vocab_size
     assert all(one.requires_grad for one in model.parameters())
+    assert not any(one.requires_grad for one in head.model.get_decoder().layers.parameters())
     own = [one for name, one in load_file(tmp_path / "model.safetensors").items() if ".layers.4." in name]
     assert head.nbytes == sum(one.nbytes for one in own) - 2 * model.lm_head.weight.nbytes
 
@@ -156,6 +158,20 @@ def test_weights_have_the_dtypes_of_the_target_s(kind: str, tmp_path: Path) -> N
     assert {name: one.dtype for name, one in own.items()} == {name: one.dtype for name, one in known.items()}
     assert head.dtype == torch.bfloat16
     assert chain_logits(head, TEXT, torch.ones(1, TEXT.shape[1], 32).bfloat16(), DRAFTS).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
+def test_a_layer_without_experts_is_dense(kind: str, tmp_path: Path) -> None:
+    def dense(weights: dict[str, Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("model.layers.4.mlp.")]:
+            del weights[name]
+        mlp = {name: one for name, one in weights.items() if name.startswith("model.layers.0.mlp.")}
+        weights |= {name.replace(".0.", ".4."): one for name, one in mlp.items()}
+
+    model = target_of(checkpoint(tmp_path, kind, dense))
+    own, first = (one.get_decoder().layers[0].mlp for one in (load_mtp(ModelRunner(model)).model, model))
+    assert type(own) is type(first)
+    assert all(torch.equal(one, other) for one, other in zip(own.parameters(), first.parameters(), strict=True))
 
 
 def test_an_embedding_and_an_lm_head_of_its_own_are_kept_if_they_differ(tmp_path: Path) -> None:
