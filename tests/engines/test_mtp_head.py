@@ -25,7 +25,7 @@ from skipstone.models.mtp_layouts import NoMtpError, find_mtp
 from skipstone.models.passes import Pass
 from skipstone.models.quantised_checkpoints import kernels
 from tests.helpers import families, quantised
-from tests.helpers.feature_heads import edit_weights
+from tests.helpers.feature_heads import edit_weights, random_matrix, random_norm
 from tests.helpers.feature_references import MtpReference, normed_states
 from tests.helpers.mtp_checkpoints import MTP_KINDS, mtp_checkpoint
 from tests.helpers.support import save, tokenizer
@@ -72,7 +72,8 @@ def chain_logits(head: FeatureHead, tokens: Tensor, states: Tensor, drafts: Sequ
 def transformers_logits(model: Any, tokens: Tensor, states: Tensor, drafts: Sequence[int]) -> Tensor:
     """The same by transformers' own MTP, whose one layer runs again for every draft."""
     config = model.config
-    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    if getattr(config, "mtp_layer_types", None) is None:
+        config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
     mtp = MtpModel.from_pretrained(model)
     cache, given, logits, start = MtpCache(config=model.config.get_mtp_config()), tokens, [], 1
     for step in range(len(drafts) + 1):
@@ -122,6 +123,28 @@ def test_logits_at_every_depth_are_those_of_transformers(kind: str, layers: int,
     assert head.depths == (layers,)
     expected = transformers_logits(model, TEXT[:, 1:], states[:, :-1], DRAFTS)
     torch.testing.assert_close(chain_logits(head, TEXT[:, 1:], states[:, :-1], DRAFTS), expected, rtol=0, atol=1e-4)
+
+
+def test_a_layer_with_a_window_is_that_of_transformers(tmp_path: Path) -> None:
+    """Mellum has Qwen's layout, and its config says that the layer has a window."""
+
+    def add(weights: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        block = {name.replace("model.layers.2.", "mtp.layers.0."): one for name, one in weights.items() if ".layers.2." in name}
+        norms = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight")
+        weights |= block | {name: random_norm(generator, 32) for name in norms}
+        weights["mtp.fc.weight"] = random_matrix(generator, 32, 64)
+
+    model = target_of(edit_weights(save(families.build("mellum", num_mtp_layers=1), tmp_path), add))
+    head, text = (
+        load_mtp(ModelRunner(model, "eager")),
+        torch.randint(1, 97, (1, 30), generator=torch.Generator().manual_seed(1)),
+    )
+    assert head.reaches[0].window == families.WINDOW
+    with torch.no_grad():
+        states = model(text, output_hidden_states=True).hidden_states[-1]
+    expected = transformers_logits(model, text[:, 1:], states[:, :-1], DRAFTS)
+    torch.testing.assert_close(chain_logits(head, text[:, 1:], states[:, :-1], DRAFTS), expected, rtol=0, atol=1e-4)
 
 
 def test_the_embedding_and_the_lm_head_are_the_target_s(tmp_path: Path) -> None:

@@ -166,7 +166,8 @@ def _one_layer_config(config: Any, names: Mapping[str, Any]) -> Any:
     """names: of the layer's tensors, by which it has experts or not."""
     one, has_experts = deepcopy(config), any(".mlp.experts." in name for name in names)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id, one.tie_word_embeddings = 1, 1, None, False
-    kinds: dict[str, Any] = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse" if has_experts else "dense"]}
+    layer_types = (getattr(config, "mtp_layer_types", None) or ["full_attention"])[:1]
+    kinds: dict[str, Any] = {"layer_types": layer_types, "mlp_layer_types": ["sparse" if has_experts else "dense"]}
     kinds |= {"first_k_dense_replace": int(not has_experts), "decoder_sparse_step": 1}
     kinds |= {"mlp_only_layers": [] if has_experts else [0]}
     for field, value in kinds.items():
