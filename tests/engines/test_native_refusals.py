@@ -284,7 +284,7 @@ def test_error_codes_of_every_function_are_raised(runner: ModelRunner) -> None:
         "sk_largest": (at, 1, 2, 2, 3, at, 1),
         "sk_draw": (at, -1, 1, 1, at, at, at, at, at, 1, at),
         "sk_run": (None, None, None, 0, 0, None, at, 0, at, 0, 1),
-        "sk_chain": (*[None] * 3, 0, 0, *[None] * 4, 0, None, None, 0, 0, None, None, 0, None, None, 0, 0, *[None] * 7, 0, 1),
+        "sk_chain": (*[None] * 3, 0, 0, *[None] * 5, 0, None, None, 0, 0, None, None, 0, None, None, 0, 0, *[None] * 7, 0, 1),
     }.items():
         with pytest.raises(RuntimeError, match="buffer that is missing, or a size"):
             getattr(functions, name)(*arguments)

@@ -242,6 +242,7 @@ struct Case {
   Store store{};
   std::vector<Rotary> rotary;
   int64_t padded = 0;
+  bool is_head = false;  // layer 0 reads pairs, as that of an EAGLE-3 head
 
   Case(const Library& library, uint64_t seed, bool hostile) : library(library), dice{seed}, hostile(hostile) {
     m.kv_heads = dice.from(1, 3);
@@ -257,7 +258,9 @@ struct Case {
       const int64_t positions = dice.from(1, 60), size = dice.from(0, m.head_size / 2) * 2;
       rotary.push_back({keep(numbers(dice, positions * size)), keep(numbers(dice, positions * size)), positions, size});
     }
-    for (int64_t i = 0; i < m.depth; i++) layers.push_back(layer());
+    is_head = dice.chance(30);
+    for (int64_t i = 0; i < m.depth; i++) layers.push_back(layer(is_head && i == 0));
+    m.feeds_back_normed = dice.chance(50);
     m.layers = layers.data();
     m.head = matrix(m.vocabulary, m.hidden, 0);
     if (dice.chance(50)) {
@@ -457,16 +460,18 @@ struct Case {
     return {own, bias, outputs, inputs, type};
   }
 
-  Layer layer() {
+  Layer layer(bool reads_pairs) {
     const auto norm = [&](int percent, int64_t size) { return dice.chance(percent) ? keep(numbers(dice, size, 0.5f, 1)) : nullptr; };
-    const int64_t q = m.heads * m.head_size, k = m.kv_heads * m.head_size;
+    const int64_t q = m.heads * m.head_size, k = m.kv_heads * m.head_size, entering = m.hidden * (reads_pairs ? 2 : 1);
     Layer made{};
-    made.q = matrix(q, m.hidden, 30), made.k = matrix(k, m.hidden, 30), made.v = matrix(k, m.hidden, 30);
+    made.q = matrix(q, entering, 30), made.k = matrix(k, entering, 30), made.v = matrix(k, entering, 30);
+    if (reads_pairs) made.norm_of_embedding = norm(100, m.hidden), made.norm_before_residual = dice.chance(50);
     made.o = matrix(m.hidden, q, 30);
     made.gate = matrix(m.intermediate, m.hidden, 30), made.up = matrix(m.intermediate, m.hidden, 30);
     made.down = matrix(m.hidden, m.intermediate, 30);
-    made.norm_before_attention = norm(80, m.hidden), made.norm_after_attention = norm(30, m.hidden);
-    made.norm_before_mlp = norm(80, m.hidden), made.norm_after_mlp = norm(30, m.hidden);
+    const int before = is_head ? 100 : 80;  // without norms, states that are fed back become infinite
+    made.norm_before_attention = norm(before, m.hidden), made.norm_after_attention = norm(30, m.hidden);
+    made.norm_before_mlp = norm(before, m.hidden), made.norm_after_mlp = norm(30, m.hidden);
     made.norm_whole = dice.chance(50);
     if (dice.chance(30)) {
       made.norm_q = norm(100, made.norm_whole ? q : m.head_size);
@@ -480,6 +485,9 @@ struct Case {
     made.residual = dice.chance(70) ? 1.0f : 0.5f;
     return made;
   }
+
+  // Size of what enters a layer.
+  int64_t entering(int64_t index) const { return m.hidden * (index < m.depth && layers[size_t(index)].norm_of_embedding != nullptr ? 2 : 1); }
 
   // Numbers of threads that are not there, but none that would start dozens.
   int64_t hostile_threads() {
@@ -699,8 +707,9 @@ struct Case {
     asked.to = dice.from(asked.from, m.depth);
     const bool spoiled = hostile && dice.chance(50);
     if (spoiled) spoil(made, asked);
-    const int64_t size = fitting.n * m.hidden, in_stride = size + (dice.chance(30) ? 3 : 0), out_stride = size + (dice.chance(30) ? 5 : 0);
-    const Block<float> hidden = numbers(dice, (fitting.b - 1) * in_stride + size, 2);
+    const int64_t size = fitting.n * m.hidden, out_stride = size + (dice.chance(30) ? 5 : 0);
+    const int64_t in_size = fitting.n * entering(spoiled ? 0 : asked.from), in_stride = in_size + (dice.chance(30) ? 3 : 0);
+    const Block<float> hidden = numbers(dice, (fitting.b - 1) * in_stride + in_size, 2);
     Block<float> out((fitting.b - 1) * out_stride + size), again(out);
     const int64_t* skip = skip_set();
     const std::vector<Block<uint8_t>> before = buffers;
@@ -834,7 +843,9 @@ struct Case {
     Block<float> hidden((b - 1) * stride + (width + 1) * m.hidden);
     const int64_t* skip = skip_set();
     Asked asked{dice.from(0, m.depth), 0, threads()};
-    asked.to = dice.from(asked.from, m.depth);
+    const bool reads_pairs = entering(asked.from) > m.hidden;
+    asked.to = dice.from(asked.from + reads_pairs, m.depth);
+    Block<float> fed_back = numbers(dice, b * m.hidden, 2);  // first the states next to the roots
     const bool spoiled = hostile && dice.chance(50);
     if (spoiled)
       for (int64_t i = dice.from(1, 2); i > 0; i--) switch (dice.from(0, 17)) {
@@ -859,7 +870,7 @@ struct Case {
       }
     if (pass.b > store.rows && pass.first_row < 0) pass.first_row = 0;
     const std::vector<Block<uint8_t>> before = buffers;
-    const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), bases.data(), most.data(), width,
+    const int64_t error = library.chain(&m, &pass, &store, asked.from, asked.to, skip, roots.data(), reads_pairs ? fed_back.data() : nullptr, bases.data(), most.data(), width,
                                         asks ? thresholds.data() : nullptr, ends.data(), ends_count, keep_states, transform, shortlist, sure,
                                         survives ? survival.data() : nullptr, limits ? max_entropy.data() : nullptr, num_ranked, size, drafts.data(), counts.data(),
                                         asks ? probabilities.data() : nullptr, limits ? entropies.data() : nullptr, ranked.data(),
@@ -888,7 +899,20 @@ struct Case {
     const size_t bytes = size_t(m.hidden) * sizeof(float);
     for (int64_t place = 0; place <= width; place++) {
       const Block<float> embedded = state;
-      CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
+      if (reads_pairs) {
+        Block<float> pairs(2 * state.count);
+        for (int64_t row = 0; row < b; row++) {
+          std::memcpy(&pairs[2 * row * m.hidden], &state[row * m.hidden], bytes);
+          std::memcpy(&pairs[(2 * row + 1) * m.hidden], &fed_back[row * m.hidden], bytes);
+        }
+        CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, pairs.data(), 2 * m.hidden, state.data(), m.hidden, 1) == OK);
+        fed_back = state;
+        if (m.feeds_back_normed) CHECK(library.norm(&m, state.data(), b, fed_back.data()) == OK);
+        for (int64_t row = 0; row < b; row++)
+          if (!takes[row]) std::memcpy(&state[row * m.hidden], &embedded[row * m.hidden], bytes);
+      } else {
+        CHECK(library.run(&m, &one, &store, asked.from, asked.to, skip, state.data(), m.hidden, state.data(), m.hidden, 1) == OK);
+      }
       const Block<float> read = transform == nullptr ? state : transformed(state, weights, b);
       CHECK(library.head(&m, nullptr, read.data(), b, transform == nullptr, logits.data(), best.data(), 1) == OK);
       Block<int64_t> place_of = best;  // where its logit is
@@ -1093,15 +1117,15 @@ struct Case {
   void spoiled_weights() {
     for (const auto& [panels, spoiled] : spoiled_panels) std::memcpy(panels, spoiled.data(), size_t(spoiled.count));
     const Passing made = passing(dice.chance(50));
-    const int64_t count = made.pass.n * m.hidden, rows = made.pass.b * made.pass.n;
+    const int64_t count = made.pass.n * m.hidden, rows = made.pass.b * made.pass.n, in_count = made.pass.n * entering(0);
     const std::vector<Block<uint8_t>> before = buffers;
-    const Block<float> hidden = numbers(dice, made.pass.b * count, 2);
+    const Block<float> hidden = numbers(dice, made.pass.b * in_count, 2);
     Block<float> logits[2];
     for (Block<float>& one : logits) {
-      Block<float> out(hidden.count);
+      Block<float> out(rows * m.hidden);
       one = Block<float>(rows * m.vocabulary);
       restore(before);
-      CHECK(library.run(&m, &made.pass, &store, 0, m.depth, nullptr, hidden.data(), count, out.data(), count, threads()) == OK);
+      CHECK(library.run(&m, &made.pass, &store, 0, m.depth, nullptr, hidden.data(), in_count, out.data(), count, threads()) == OK);
       CHECK(library.head(&m, nullptr, out.data(), rows, 1, one.data(), nullptr, threads()) == OK);
     }
     CHECK(same_numbers(logits[0].data(), logits[1].data(), logits[0].count));

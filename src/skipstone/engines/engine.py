@@ -52,7 +52,8 @@ class ChainInputs:
 
     `PartialForward` sets the others. roots: [B] int64, the last committed id of every row. bases: their positions. extent:
     number of slots that the chain may need. columns: tokens per row in the returned states. shortlist: [S] int64, the ids that
-    drafts and their probabilities are limited to; None for all.
+    drafts and their probabilities are limited to; None for all. states: [B, d] float32, the states next to the roots; None for
+    a model that reads tokens alone.
     """
 
     max_drafts: list[int]
@@ -72,6 +73,7 @@ class ChainInputs:
     extent: int = field(init=False)
     columns: int = field(init=False)
     shortlist: Tensor | None = None
+    states: Tensor | None = None
 
 
 @dataclass(slots=True)

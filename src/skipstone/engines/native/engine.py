@@ -23,6 +23,7 @@ from skipstone.engines.native.structs import (
     BAD_LAYER,
     SKIP_ATTENTION,
     SKIP_MLP,
+    ModelStruct,
     PassStruct,
     ShortlistStruct,
     StoreStruct,
@@ -108,11 +109,13 @@ class NativeEngine(Engine):
             how = f"({', '.join(stored)} as stored, inputs to int8) {how}"
         shape = self._weights.model
         self._hidden, self._depth, self._vocabulary = shape.hidden, shape.depth, shape.vocabulary
+        self._entering = self._hidden * (2 if self._weights.reads_pairs else 1)  # size of what enters layer 0
         self._padded_head_size = -(-shape.head_size // 16) * 16  # in the store: whole vectors
         self._pass = PassStruct()
         self._pass_address = ctypes.addressof(self._pass)
         self._known_positions = 0  # positions of the rotary tables that the pass struct points at
         self._skips: dict[SkipSet, Any] = {}
+        self._multipliers: dict[nn.Module, ModelStruct] = {}
         self._transforms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # weight -> (its values, its panels)
         self._shortlists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ids -> (Shortlist, tensors that it points at)
         self._warps: tuple[WarperInputs | None, tuple[int], tuple[int, ...]] = None, (0,), ()  # the latest and its addresses
@@ -170,12 +173,13 @@ class NativeEngine(Engine):
         return hidden
 
     def run(self, hidden: Tensor, at: PassOfTokens, store: KVCache, layers: range, skip: SkipSet | None = None) -> Tensor:
-        """As in `Engine`."""
+        """As in `Engine`. An EAGLE-3 head's layer reads [b, n, 2 d], the embedding first."""
         hidden = dense(hidden, free=1)
-        data = pointer("hidden", hidden, (*at.positions.shape, self._hidden), torch.float32, free=1)
+        size = self._hidden if layers.start else self._entering
+        data = pointer("hidden", hidden, (*at.positions.shape, size), torch.float32, free=1)
         if layers.start < 0 or layers.stop > self._depth:
             check(BAD_LAYER)
-        out, target = new_buffer(hidden.shape)
+        out, target = new_buffer((*at.positions.shape, self._hidden))
         referenced = self._fill_pass(at)
         place = self._model, self._pass_address, self._store_address(store)
         span = layers.start, layers.stop, skip and self._skip_bits(skip)
@@ -189,6 +193,8 @@ class NativeEngine(Engine):
         roots = dense(inputs.roots)
         root_ids = pointer("roots", roots, (rows,), torch.int64)
         _check_chain(inputs, rows, width)
+        given = None if inputs.states is None else dense(inputs.states)
+        given_address = None if given is None else pointer("states", given, (rows, self._hidden), torch.float32)
         numbers = ctypes.c_int64 * rows
         counts = numbers()
         drafts, draft_ids = new_buffer((rows, width), torch.int64, torch.zeros)
@@ -202,7 +208,7 @@ class NativeEngine(Engine):
         self._fill_rotary(inputs.extent)
         place = self._model, self._pass_address, self._store_address(store)
         span = 0, inputs.layers, inputs.skip and self._skip_bits(inputs.skip)
-        tokens = root_ids, numbers(*inputs.bases), numbers(*inputs.max_drafts), width
+        tokens = root_ids, given_address, numbers(*inputs.bases), numbers(*inputs.max_drafts), width
         stops = thresholds, *_ends(inputs)
         head = self._transform_address(inputs.transform), self._shortlist_address(inputs.shortlist)
         rules = inputs.excludes_uncertain, _survival(inputs, width), max_entropy
@@ -234,11 +240,22 @@ class NativeEngine(Engine):
         self._library.sk_head(self._model, ids, data, rows, False, target, None, self.threads)
         return logits
 
+    def multiply(self, linear: nn.Linear, states: Tensor) -> Tensor:
+        """As in `Engine`. The weight is packed once."""
+        if (model := self._multipliers.get(linear)) is None:
+            model = self._multipliers[linear] = self._weights.multiplier(linear)
+        states, size = dense(states), model.hidden
+        data = pointer("states", states, (*states.shape[:-1], size), torch.float32)
+        products, target = new_buffer((*states.shape[:-1], model.vocabulary))
+        rows = states.numel() // size
+        self._library.sk_head(ctypes.addressof(model), None, data, rows, False, target, None, self.threads)
+        return products
+
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """As in `Engine`."""
         states, data = self._states("hidden", hidden)
         best, target = new_buffer(states.shape[:-1], torch.int64)
-        self._library.sk_head(self._model, None, data, best.numel(), True, None, target, self.threads)
+        self._library.sk_head(self._model, self._shortlist_address(None), data, best.numel(), True, None, target, self.threads)
         return best
 
     def score_exit(self, hidden: Tensor, transform: Tensor | None, shortlist: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -363,7 +380,9 @@ class NativeEngine(Engine):
         return ctypes.addressof(cached[1].matrices[0])
 
     def _shortlist_address(self, ids: Tensor | None) -> int | None:
-        """The struct of some rows of the LM head, copied once per list of ids; None for all rows."""
+        """The struct of some rows of the LM head, copied once per list of ids; None for all rows. All rows of a
+        head that has ids."""
+        ids = self._weights.ids if ids is None else ids
         if ids is None:
             return None
         cached = self._shortlists.get(ids)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from skipstone.engines.native import build
 
-ABI = 8  # sk_abi() of a compatible library
+ABI = 9  # sk_abi() of a compatible library
 VARIABLE = "SKIPSTONE_NATIVE_LEVEL"  # environment variable that names a level instead of the best one
 REINSTALL = "pip install --force-reinstall --no-deps --no-binary skipstone skipstone"
 STALE = f"the native engine is stale, it was built from other sources: run `{build.COMMAND}`"

@@ -25,8 +25,8 @@ class LayerStruct(ctypes.Structure):
     _fields_ = [
         *_fields(MatrixStruct, "q", "k", "v", "o", "gate", "up", "down"),
         *_fields(c_void_p, "norm_before_attention", "norm_after_attention", "norm_before_mlp", "norm_after_mlp"),
-        *_fields(c_void_p, "norm_q", "norm_k"),
-        *_fields(c_int64, "norm_whole", "window", "rotary", "activation"),
+        *_fields(c_void_p, "norm_of_embedding", "norm_q", "norm_k"),
+        *_fields(c_int64, "norm_whole", "norm_before_residual", "window", "rotary", "activation"),
         *_fields(c_float, "scale", "softcap", "residual", "padding"),
     ]
 
@@ -37,7 +37,7 @@ class ModelStruct(ctypes.Structure):
     _fields_ = [
         *_fields(c_int64, "hidden", "heads", "kv_heads", "head_size", "intermediate", "depth", "vocabulary", "embeddings"),
         *[("layers", c_void_p), ("head", MatrixStruct), ("embedding", c_void_p), ("embedding_type", c_int64)],
-        ("norm", c_void_p),
+        *[("norm", c_void_p), ("feeds_back_normed", c_int64)],
         *_fields(c_float, "epsilon", "embedding_scale", "embedding_multiplier", "logits_divisor", "logits_softcap"),
     ]
 
@@ -115,7 +115,7 @@ SIGNATURES = {
     "sk_test": "pppipppi",
     "sk_largest": "piiiipi",
     "sk_draw": "piiipppppip",
-    "sk_chain": "pppiippppippiippippiipppppppii",
+    "sk_chain": "pppiipppppippiippippiipppppppii",
 }
 """Functions that return an error code, and the kinds of their arguments: p for a pointer, i for a 64-bit integer."""
 

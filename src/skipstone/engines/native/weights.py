@@ -159,7 +159,8 @@ class NativeWeights:
     """A model's weights in panels, which live as long as this object.
 
     model: struct of the C ABI. bytes: of the panels that it has packed. rotary: sources of the rotary tables, by their numbers.
-    attributes: modules' plain attributes and buffers that were read.
+    attributes: modules' plain attributes and buffers that were read. memory: the panels of the model in the order of packing.
+    ids: of the LM head's rows, [S] int64, ascending; None for 0, 1, 2, ... reads_pairs: embeddings and states enter layer 0.
     quantize: "int8" or "int4" for all matrices, None for their stored dtype. keep_weights: False replaces each matrix by a
     `PackedWeight` after its copy, before the next one is copied. A mapped model keeps its weights, which are read from their
     files without bringing mapped pages into memory.
@@ -200,6 +201,7 @@ class NativeWeights:
         depth = len(description.layers)
         layers = (LayerStruct * depth)(*[self._layer(description, index, config) for index in range(depth)])
         self._referenced.append(layers)
+        self.reads_pairs = layers[0].norm_of_embedding is not None
         embedding = model.get_input_embeddings()
         tied = embedding.weight is description.head.weight  # then embeddings come from the head's panels
         embedding_type, embedding_address = (0, None) if tied else self._embedding(embedding.weight)
@@ -219,12 +221,15 @@ class NativeWeights:
             embedding=embedding_address,
             embedding_type=embedding_type,
             norm=self._norm(norm),
+            feeds_back_normed=int(self._number(model, "norm_output", 0.0)),
             epsilon=float(getattr(norm, _epsilon(norm))),
             embedding_scale=1.0 if scale is None else float(scale),
             embedding_multiplier=self._number(description.decoder, family.input_scale or "", 1.0),
             logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
             logits_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         )
+        self.ids: Tensor | None = getattr(model, "ids", None)
+        self.memory = [one for panels in self._referenced if isinstance(panels, Panels) for one in panels.memory]
         self.attributes = AttributeValues(self._attributes, [embedding])
         if self._chunks.is_filled:
             self._chunks = PanelMemory()  # for what is packed later
@@ -261,6 +266,8 @@ class NativeWeights:
             parts = attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj
             matrices = [self._matrix(part, quantize) for part in parts]
         norms = {f"norm_{place}": getattr(layer, name) for place, name in recipe.norms.items()}
+        if hasattr(layer, "hidden_norm"):  # an EAGLE-3 head's
+            norms |= {"norm_of_embedding": layer.input_layernorm, "norm_before_attention": layer.hidden_norm}
         if recipe.query_norm:
             norms |= {"norm_q": attention.q_norm, "norm_k": attention.k_norm}
         rotates = bool(self._number(attention, "use_rope", 1.0))
@@ -271,6 +278,7 @@ class NativeWeights:
             o=self._matrix(attention.o_proj, quantize),
             down=self._matrix(mlp.down_proj, quantize),
             norm_whole=recipe.query_norm == "whole",
+            norm_before_residual=int(self._number(layer, "norm_before_residual", 0.0)),
             window=description.reaches[index].window or 0,
             rotary=self.rotary.index(source) if rotates and source is not None else -1,
             activation=activation_number(getattr(mlp, recipe.activation)),
@@ -285,6 +293,11 @@ class NativeWeights:
         The first rows share the head's panels, others are copied. ValueError for unknown ids.
         """
         head = self.model.head
+        if self.ids is not None:
+            rows = torch.searchsorted(self.ids, ids).clamp(max=head.outputs - 1)
+            if not torch.equal(self.ids[rows], ids):
+                raise ValueError("a shortlist must name ids that the head has")
+            ids = rows
         if not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= head.outputs:
             raise ValueError(f"a shortlist must name ids from 0 to {head.outputs - 1}, at least one")
         if torch.equal(ids, torch.arange(len(ids), dtype=torch.int64, device="cpu")):
@@ -304,6 +317,11 @@ class NativeWeights:
         values = dense(weight.detach().float())
         pointer("transform", values, (size, size), torch.float32)  # checks its shape
         return self._packed(values, [size], None)
+
+    def multiplier(self, module: nn.Linear) -> ModelStruct:
+        """A model without layers, with a linear layer as its LM head. Its weight is quantised as those of layers."""
+        matrix = self._matrix(module, self._quantize)
+        return ModelStruct(hidden=matrix.inputs, vocabulary=matrix.outputs, head=matrix, logits_divisor=1.0)
 
     def _matrix(self, module: Any, quantize: str | None) -> MatrixStruct:
         return self._matrices(module, [module.weight.shape[0]], quantize)[0]
@@ -346,11 +364,6 @@ class NativeWeights:
     def _kind(self, weight: Tensor, quantize: str | None) -> int:
         """The type of a weight's panels."""
         return _unquantised_type(weight, self._widened) if quantize is None else QUANTIZED[quantize]
-
-    @property
-    def memory(self) -> list[Tensor]:
-        """The panels of all matrices in the order of packing."""
-        return [one for panels in self._referenced if isinstance(panels, Panels) for one in panels.memory]
 
     def _packed(self, weight: Tensor, sizes: list[int], quantize: str | None) -> Panels:
         """Copy a weight into panels, one matrix for each number of outputs. ValueError for weights that cannot be quantised."""
@@ -526,7 +539,8 @@ def _unsupported_module(module: Any, family: str) -> str | None:
         if weight is not None and weight.dtype not in TYPES:
             return f"is stored in {weight.dtype}; the native engine reads float32, bfloat16 and float16"
     place = type(module).__module__
-    own = place == family and place.startswith(("transformers.", "skipstone."))
+    in_skipstone = all(one.startswith("skipstone.") for one in (place, family))
+    own = in_skipstone or (place == family and place.startswith("transformers."))
     if type(module) not in TORCH_MODULES and not own and place != "transformers.activations":
         return (
             f"is a {type(module).__name__} of {place}, and the native engine knows only the modules that transformers builds "

@@ -49,7 +49,7 @@ using Floats = Buffer<float>;
 struct Scratch {
   static constexpr int CALLS_BEFORE_TRIM = 256;
   int calls = 0;
-  Floats x, projected, queries, attended, inner, added, logits, probability, transformed;
+  Floats x, pairs, states, projected, queries, attended, inner, added, logits, probability, transformed;
   std::vector<int64_t> positions, picks;
   std::vector<uint8_t> row_states;
   std::vector<float> survival;  // of a chain's rows, up to their newest drafts
@@ -62,7 +62,7 @@ struct Scratch {
   Buffer<int64_t> best;  // [threads][rows]
 
   void trim() {
-    for (Floats* one : {&x, &projected, &queries, &attended, &inner, &added, &logits, &probability, &transformed}) one->trim();
+    for (Floats* one : {&x, &pairs, &states, &projected, &queries, &attended, &inner, &added, &logits, &probability, &transformed}) one->trim();
     for (auto* each : {&normed, &scores}) for (Floats& one : *each) one.trim();
     for (ConvertedRows& one : converted) one.trim();
     best.trim();
@@ -231,6 +231,29 @@ inline void reserve_rows(const Matrices& matrices, int64_t n, int64_t stride, in
   }
 }
 
+// Size of what enters a layer: a state, or an embedding and a state.
+inline int64_t entering_size(const Model& m, int64_t index) {
+  return index < m.depth && m.layers[index].norm_of_embedding != nullptr ? 2 * m.hidden : m.hidden;
+}
+
+// Memory for n entries that enter a layer. Returns that of their states.
+inline float* reserve_entries(const Model& m, int64_t index, int64_t n, Scratch& scratch) {
+  if (entering_size(m, index) > m.hidden) scratch.pairs.reserve(n * up16(2 * m.hidden));
+  return scratch.x.reserve(n * up16(m.hidden));
+}
+
+// Entry i, which enters a layer. embedding: of a layer that reads pairs.
+inline void enter(const Model& m, int64_t index, int64_t i, const float* embedding, const float* state, Scratch& scratch) {
+  float* x = scratch.x.data() + i * up16(m.hidden);
+  std::memcpy(x, state, sizeof(float) * m.hidden);
+  if (entering_size(m, index) == m.hidden) return;
+  const Layer& layer = m.layers[index];
+  float* pair = scratch.pairs.data() + i * up16(2 * m.hidden);
+  norm_rows(embedding, 0, layer.norm_of_embedding, 1, m.hidden, m.epsilon, pair, 0);
+  norm_rows(state, 0, layer.norm_before_attention, 1, m.hidden, m.epsilon, pair + m.hidden, 0);
+  if (layer.norm_before_residual) std::memcpy(x, pair + m.hidden, sizeof(float) * m.hidden);
+}
+
 // Runs layers over the entries in `scratch.x`, on all threads of the pool. Every layer is a job: a long pass soon has more or fewer threads.
 struct Run {
   const Model& m;
@@ -260,7 +283,9 @@ struct Run {
   void attention(const Layer& layer, int64_t index, int thread, int threads, Pool& pool) {
     int64_t first, last;
     const std::initializer_list<const Matrix*> parts = {&layer.q, &layer.k, &layer.v};
-    const Rows rows = norm_entries(layer.norm_before_attention, parts, thread, threads, pool);
+    const Rows rows = layer.norm_of_embedding == nullptr
+        ? norm_entries(layer.norm_before_attention, parts, thread, threads, pool)
+        : normed_rows(nullptr, m.epsilon, parts, scratch.pairs.data(), n, up16(2 * m.hidden), 2 * m.hidden, scratch, thread, threads, pool);
     share(layer.q.count() + layer.k.count() + layer.v.count(), thread, threads, first, last);
     int64_t start = 0;  // number of panels of the earlier parts
     for (const Matrix* part : parts) {
@@ -465,6 +490,7 @@ int64_t find_visible(const Pass& pass, int64_t window, Scratch& scratch, WindowV
 
 int64_t prepare_pass(const Model& m, const Pass& pass, const Store& store, int64_t from, int64_t to, Scratch& scratch) {
   if (from < 0 || to > m.depth || from > to) return BAD_LAYER;
+  for (int64_t index = from + 1; index < to; index++) if (entering_size(m, index) > m.hidden) return BAD_LAYER;
   if (int64_t error = collect_entries(m, pass, store, from, to, scratch)) return error;
   size_t used = 0;
   for (int64_t index = from; index < to; index++) {
@@ -496,7 +522,7 @@ void run_layers(const Model& m, const Pass& pass, const Store& store, int64_t fr
   run.inner = scratch.inner.reserve(2 * n * run.inner_stride);
   run.added = scratch.added.reserve(n * padded_hidden);
   scratch.queries.reserve(n * m.heads * padded);
-  for (int64_t index = from; index < to; index++) reserve_rows(m.layers[index].matrices(), n, padded_hidden, threads, scratch);
+  for (int64_t index = from; index < to; index++) reserve_rows(m.layers[index].matrices(), n, up16(entering_size(m, index)), threads, scratch);
   scratch.scores.resize(std::max<size_t>(scratch.scores.size(), threads));
   for (int t = 0; t < threads; t++) scratch.scores[t].reserve(MAX_LINES * (max_visible + SPARE + padded));
   for (; run.index < to; run.index++) Pool::shared().run(threads, Run::job, &run);
@@ -643,7 +669,7 @@ static bool suits_head(const Model& m, const Matrix* transform, const Shortlist*
 
 static int64_t check_threads(int64_t threads) { return threads < 1 || threads > MAX_THREADS ? BAD_THREADS : OK; }
 
-SK_EXPORT int64_t sk_abi() { return 8; }
+SK_EXPORT int64_t sk_abi() { return 9; }
 SK_EXPORT const char* sk_level() { return SK_LEVEL; }
 SK_EXPORT const char* sk_source_hash() { return SK_SOURCE_HASH; }
 // Sizes in bytes of Matrix, Layer, Model, Store, Pass and Shortlist. A caller compares them with its own declarations.
@@ -773,7 +799,8 @@ SK_EXPORT int64_t sk_embed(const Model* m, const int64_t* tokens, int64_t count,
 }
 
 // Runs layers [from, to) over the tokens of a pass. hidden, out: [b][n][hidden], which may be one buffer; rows are `stride` apart.
-// Invalid tokens are copied. skip: bits per layer of the model, or null.
+// If layer `from` reads pairs, hidden is [b][n][2][hidden] in another buffer. States of invalid tokens are copied. skip: bits per layer of
+// the model, or null.
 SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
                          const float* hidden, int64_t hidden_stride, float* out, int64_t out_stride, int64_t threads) {
   return guarded([&]() -> int64_t {
@@ -781,18 +808,20 @@ SK_EXPORT int64_t sk_run(const Model* m, const Pass* pass, const Store* store, i
     if (any_null({m, pass, store}) || hidden_stride < 0 || out_stride < 0) return BAD_ARGUMENT;
     Scratch& scratch = thread_scratch();
     if (int64_t error = prepare_pass(*m, *pass, *store, from, to, scratch)) return error;
-    if (!fits(pass->n, m->hidden)) return BAD_ARGUMENT;
+    if (!fits(pass->n, 2 * m->hidden)) return BAD_ARGUMENT;
     if (pass->b > 0 && pass->n > 0 && any_null({hidden, out})) return BAD_ARGUMENT;
     if (pass->b > 1 && (!fits(pass->b, hidden_stride) || !fits(pass->b, out_stride) || out_stride < pass->n * m->hidden)) return BAD_ARGUMENT;
-    const int64_t padded_hidden = up16(m->hidden), n = int64_t(scratch.entries.size());
+    const int64_t padded_hidden = up16(m->hidden), n = int64_t(scratch.entries.size()), size = entering_size(*m, from);
+    const int64_t state = size - m->hidden;  // its place in a column
     if (hidden != out)
       for (int64_t row = 0; row < pass->b; row++)
-        std::memcpy(out + row * out_stride, hidden + row * hidden_stride, sizeof(float) * pass->n * m->hidden);
+        for (int64_t column = 0; column < pass->n; column++)
+          std::memcpy(out + row * out_stride + column * m->hidden, hidden + row * hidden_stride + column * size + state, sizeof(float) * m->hidden);
     if (n == 0 || from == to) return OK;
-    float* x = scratch.x.reserve(n * padded_hidden);
+    float* x = reserve_entries(*m, from, n, scratch);
     for (int64_t i = 0; i < n; i++) {
-      const int64_t row = scratch.entries[i].place / pass->n, column = scratch.entries[i].place % pass->n;
-      std::memcpy(x + i * padded_hidden, hidden + row * hidden_stride + column * m->hidden, sizeof(float) * m->hidden);
+      const int64_t at = scratch.entries[i].place / pass->n * hidden_stride + scratch.entries[i].place % pass->n * size;
+      enter(*m, from, i, hidden + at, hidden + at + state, scratch);
     }
     run_layers(*m, *pass, *store, from, to, skip, int(threads), scratch);
     for (int64_t i = 0; i < n; i++) {
@@ -885,10 +914,12 @@ static float acceptance(float p, float slope, float offset) {
 // is one of its `ends`, or when a draft is less probable than its threshold. The draft that ends a row counts. If a logit is NaN or all
 // are -inf, the row ends without a further draft.
 //
-// roots [b]: the last committed ids. bases [b]: their positions. max_drafts [b]: at most width, -1 for a row that does not draft.
-// thresholds [b], or null. ends [b][ends_count]: ids that end a row, -1 for none. keep_states: hidden [b][width + 1][m->hidden] gets the
-// states after layer `to`, also of the last draft; otherwise it gets embeddings. transform: float32 [head inputs][head inputs], applied
-// to normed states before the head, or null. shortlist: the tokens that drafts and probabilities are limited to; null for all.
+// roots [b]: the last committed ids. states [b][m->hidden]: the states next to them, if layer `from` reads pairs; else null. The state
+// next to a draft is the one that left layer `to` before it. bases [b]: the roots' positions. max_drafts [b]: at most width, -1 for a row
+// that does not draft. thresholds [b], or null. ends [b][ends_count]: ids that end a row, -1 for none. keep_states: hidden [b][width +
+// 1][m->hidden] gets the states after layer `to`, also of the last draft; otherwise it gets embeddings. transform: float32 [head
+// inputs][head inputs], applied to normed states before the head, or null. shortlist: the tokens that drafts and probabilities are
+// limited to; null for all.
 // excludes_uncertain: a draft at or below its threshold is dropped, and its row ends.
 // survival: slope, offset, min_survival [width], min_survival_shared [width]; or null. The survival of a row is the product of
 // sigmoid(slope logit(p) + offset) over its drafts, with their probabilities p. At every place a row goes on if its survival S is at
@@ -899,8 +930,8 @@ static float acceptance(float p, float slope, float offset) {
 // [b][width][num_ranked]: the likeliest tokens, the draft first, -1 for those of logit -inf. distributions [b][width][distribution_size]: at
 // temperature 1, 0 for ids that the head lacks; null without max_entropy, or for none.
 SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store, int64_t from, int64_t to, const int64_t* skip,
-                           const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
-                           const int64_t* ends, int64_t ends_count, int64_t keep_states, const Matrix* transform,
+                           const int64_t* roots, const float* states, const int64_t* bases, const int64_t* max_drafts, int64_t width,
+                           const float* thresholds, const int64_t* ends, int64_t ends_count, int64_t keep_states, const Matrix* transform,
                            const Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, const double* max_entropy,
                            int64_t num_ranked, int64_t distribution_size, int64_t* drafts, int64_t* counts, float* probabilities,
                            float* entropies, int64_t* ranked, float* distributions, float* hidden, int64_t hidden_stride, int64_t threads) {
@@ -912,12 +943,16 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
     if (pass->b == 0) return OK;
     if (any_null({roots, bases, max_drafts, counts, hidden}) || !suits_head(*m, transform, shortlist)) return BAD_ARGUMENT;
     if (width < 0 || !fits(pass->b, width) || (width > 0 && drafts == nullptr) || !fits(width + 1, m->hidden)) return BAD_ARGUMENT;
+    if (from < 0) return BAD_LAYER;
+    const bool reads_pairs = entering_size(*m, from) > m->hidden;
+    if ((states != nullptr) != reads_pairs || (reads_pairs && from == to)) return BAD_ARGUMENT;
     if (hidden_stride < 0 || !fits(pass->b, hidden_stride) || (pass->b > 1 && hidden_stride < (width + 1) * m->hidden)) return BAD_ARGUMENT;
     if (!fits(pass->b, ends_count) || (ends_count > 0 && ends == nullptr)) return BAD_ARGUMENT;
     const int64_t outputs = shortlist == nullptr ? m->vocabulary : shortlist->head.outputs;
     const int64_t* ids = shortlist == nullptr ? nullptr : shortlist->ids;
     if (num_ranked < 0 || num_ranked > std::min(outputs, MAX_TOP_K)) return BAD_ARGUMENT;
-    if (distributions != nullptr && (max_entropy == nullptr || distribution_size < m->vocabulary)) return BAD_ARGUMENT;
+    const int64_t ids_end = std::max(m->vocabulary, ids == nullptr ? 0 : ids[outputs - 1] + 1);
+    if (distributions != nullptr && (max_entropy == nullptr || distribution_size < ids_end)) return BAD_ARGUMENT;
     if (!fits(pass->b * width, std::max(num_ranked, distributions == nullptr ? 0 : distribution_size))) return BAD_ARGUMENT;
     if (width > 0 && thresholds != nullptr && probabilities == nullptr) return BAD_ARGUMENT;
     if (width > 0 && ((max_entropy != nullptr && entropies == nullptr) || (num_ranked > 0 && ranked == nullptr))) return BAD_ARGUMENT;
@@ -945,10 +980,20 @@ SK_EXPORT int64_t sk_chain(const Model* m, const Pass* pass, const Store* store,
       if (int64_t error = prepare_pass(*m, step, *store, from, to, scratch)) return error;
       const int64_t n = int64_t(scratch.entries.size());
       if (n == 0) break;
-      float* x = scratch.x.reserve(n * padded_hidden);
-      for (int64_t i = 0; i < n; i++)
-        std::memcpy(x + i * padded_hidden, hidden + scratch.entries[i].place * hidden_stride + place * m->hidden, sizeof(float) * m->hidden);
+      float* x = reserve_entries(*m, from, n, scratch);
+      for (int64_t i = 0; i < n; i++) {
+        const int64_t row = scratch.entries[i].place;
+        const float* embedding = hidden + row * hidden_stride + place * m->hidden;
+        enter(*m, from, i, embedding, states == nullptr ? embedding : states + row * m->hidden, scratch);
+      }
       run_layers(*m, step, *store, from, to, skip, int(threads), scratch);
+      if (states != nullptr) {
+        float* fed_back = scratch.states.reserve(b * m->hidden);
+        const float* norm = m->feeds_back_normed ? m->norm : nullptr;
+        for (int64_t i = 0; i < n; i++)
+          norm_rows(x + i * padded_hidden, 0, norm, 1, m->hidden, m->epsilon, fed_back + scratch.entries[i].place * m->hidden, 0);
+        states = fed_back;
+      }
       if (keep_states)
         for (int64_t i = 0; i < n; i++)
           std::memcpy(hidden + scratch.entries[i].place * hidden_stride + place * m->hidden, x + i * padded_hidden, sizeof(float) * m->hidden);

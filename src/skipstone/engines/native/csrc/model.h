@@ -14,12 +14,15 @@ enum Error : int64_t {
 constexpr int64_t MAX_THREADS = 64;  // of a call
 constexpr int64_t SKIP_ATTENTION = 1, SKIP_MLP = 2;  // bits of a layer's entry in a skip set
 
-// One decoder layer. Missing norms are null.
+// One decoder layer. Missing norms are null. The layer of an EAGLE-3 head reads pairs of an embedding and a state: inputs of q, k and v
+// are norm_of_embedding(embedding) and norm_before_attention(state), next to each other, and the residual stream begins with the state.
 struct Layer {
   Matrix q, k, v, o, gate, up, down;
   const float *norm_before_attention, *norm_after_attention, *norm_before_mlp, *norm_after_mlp;  // [hidden]
+  const float *norm_of_embedding;  // [hidden], of a layer that reads pairs of an embedding and a state; null for other layers
   const float *norm_q, *norm_k;  // [head size], or [heads x head size] if norm_whole is set
   int64_t norm_whole;
+  int64_t norm_before_residual;  // of a layer that reads pairs: the residual stream begins with the normed state
   int64_t window;      // tokens that a query attends to, including itself; 0 for all
   int64_t rotary;      // index of the rotary table; -1 for none
   int64_t activation;
@@ -37,6 +40,7 @@ struct Model {
   const void* embedding;  // [embeddings][hidden], row-major; null if tied to the head, whose panels are read
   int64_t embedding_type;
   const float* norm;      // the final one; null for none
+  int64_t feeds_back_normed;  // the chain of a head that reads pairs feeds back states after the final norm
   float epsilon;
   float embedding_scale, embedding_multiplier;  // factors of an embedding, applied one after the other
   float logits_divisor;
@@ -102,8 +106,8 @@ int64_t sk_largest(const float* logits, int64_t rows, int64_t n, int64_t stride,
 int64_t sk_draw(const float* logits, int64_t rows, int64_t n, int64_t stride, const float* temperature, const int64_t* top_k,
                 const float* tail, const float* min_p, const uint64_t* counters, uint64_t place, int64_t* tokens);
 int64_t sk_chain(const sk::Model* m, const sk::Pass* pass, const sk::Store* store, int64_t from, int64_t to, const int64_t* skip,
-                 const int64_t* roots, const int64_t* bases, const int64_t* max_drafts, int64_t width, const float* thresholds,
-                 const int64_t* ends, int64_t ends_count, int64_t keep_states, const sk::Matrix* transform,
+                 const int64_t* roots, const float* states, const int64_t* bases, const int64_t* max_drafts, int64_t width,
+                 const float* thresholds, const int64_t* ends, int64_t ends_count, int64_t keep_states, const sk::Matrix* transform,
                  const sk::Shortlist* shortlist, int64_t excludes_uncertain, const float* survival, const double* max_entropy,
                  int64_t num_ranked, int64_t distribution_size, int64_t* drafts, int64_t* counts, float* probabilities, float* entropies,
                  int64_t* ranked, float* distributions, float* hidden, int64_t hidden_stride, int64_t threads);
