@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from skipstone.methods import AdaSD as AdaSD
     from skipstone.methods import Auto as Auto
     from skipstone.methods import Autoregressive as Autoregressive
+    from skipstone.methods import Eagle3 as Eagle3
     from skipstone.methods import EarlyExit as EarlyExit
     from skipstone.methods import Jacobi as Jacobi
     from skipstone.methods import LayerSkip as LayerSkip
     from skipstone.methods import Lookahead as Lookahead
+    from skipstone.methods import Mtp as Mtp
     from skipstone.methods import PromptLookup as PromptLookup
     from skipstone.methods import Recycle as Recycle
     from skipstone.methods import SelfSpeculative as SelfSpeculative
@@ -61,8 +63,8 @@ _NAMES = {
     "export.hub.push": ("push",),
     "engines.loading": ("load",),
     "methods": (
-        *("METHODS", "AdaDecode", "AdaSD", "Auto", "Autoregressive", "EarlyExit", "Jacobi", "LayerSkip", "Lookahead"),
-        *("PromptLookup", "Recycle", "SelfSpeculative", "Speculative", "Swift"),
+        *("METHODS", "AdaDecode", "AdaSD", "Auto", "Autoregressive", "Eagle3", "EarlyExit", "Jacobi", "LayerSkip"),
+        *("Lookahead", "Mtp", "PromptLookup", "Recycle", "SelfSpeculative", "Speculative", "Swift"),
     ),
     "methods.adadecode.heads": ("ExitHeads",),
     "engines.model_runner": ("ModelRunner",),

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "skipstone"
 TESTS = ROOT / "tests"
 PUBLIC = {
     *("Autoregressive", "EarlyExit", "LayerSkip", "SelfSpeculative", "Swift", "AdaDecode", "AdaSD", "Auto", "ExitHeads"),
+    *("Eagle3", "Mtp"),
     *("Speculative", "PromptLookup", "Recycle", "RowError", "refresh", "Jacobi", "Lookahead", "METHODS", "Method", "Draft"),
     *("Session", "Step", "Stats"),
     *("generate", "stream", "load", "push", "enable", "disable", "custom_generate", "Output", "Detokenizer"),

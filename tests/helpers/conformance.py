@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +16,13 @@ from skipstone import (
     AdaSD,
     Auto,
     Autoregressive,
+    Eagle3,
     EarlyExit,
     Jacobi,
     LayerSkip,
     Lookahead,
     Method,
+    Mtp,
     Output,
     PromptLookup,
     Recycle,
@@ -27,6 +31,8 @@ from skipstone import (
     Swift,
 )
 from tests.helpers import families
+from tests.helpers.feature_heads import eagle3_folder
+from tests.helpers.mtp_checkpoints import MTP_KINDS, MtpOptions, add_mtp_layers
 from tests.helpers.support import assert_same_texts, decode, plainly, references
 
 EXIT = 2
@@ -50,6 +56,23 @@ def truncated(name: str) -> PreTrainedModel:
     return short
 
 
+@functools.cache
+def eagle3_head(family: str) -> str:
+    """A random EAGLE-3 head for a family's model, in a folder that lasts as long as the tests."""
+    folder = Path(tempfile.mkdtemp(dir=HEADS.name)) / family
+    return str(eagle3_folder(folder, families.cached(family).config.get_text_config(), embedding="own"))
+
+
+@functools.cache
+def give_mtp_layer(family: str) -> None:
+    """Save a family's model with a random MTP layer, and name that folder in its config."""
+    model = families.cached(family)
+    model.config.name_or_path = str(add_mtp_layers(Path(tempfile.mkdtemp(dir=HEADS.name)), model, MtpOptions()))
+
+
+HEADS = tempfile.TemporaryDirectory()  # deleted at the end of the process
+
+
 @dataclass(frozen=True)
 class Row:
     """make: (num_speculative_tokens, rejection_sample_method) -> the method. speculative: it drafts.
@@ -58,7 +81,8 @@ class Row:
     deterministic). oracle: for a lossy method, the model with its text. variant: another setting of a method that has a row.
     learns: the drafter grows better, so that all drafts of a short text may be right. second: makes the draft model for a
     family's. rare: it drafts repeated text, which random models seldom write; test_lookups.py has models that do. decides:
-    whether it drafts is decided by the clock; tests/methods/auto has it draft.
+    whether it drafts is decided by the clock; tests/methods/auto has it draft. families: that have what it drafts with; None
+    for all.
     """
 
     make: Callable[[int, Any], Method]
@@ -70,11 +94,16 @@ class Row:
     second: Callable[[str], PreTrainedModel] = truncated
     rare: bool = False
     decides: bool = False
+    families: tuple[str, ...] | None = None
 
     def method(self, family: str, drafts: int, rule: str) -> Method:
         method = self.make(drafts, rule)
-        second = any(field.name == "draft_model" for field in fields(method))
-        return replace(method, draft_model=self.second(family)) if second else method  # type: ignore[call-arg]
+        names = {field.name for field in fields(method)}
+        if isinstance(method, Mtp):
+            give_mtp_layer(family)
+        if "head" in names:
+            return replace(method, head=eagle3_head(family))  # type: ignore[call-arg]
+        return replace(method, draft_model=self.second(family)) if "draft_model" in names else method  # type: ignore[call-arg]
 
 
 SWIFT = functools.partial(Swift, skip_ratio=0.5, context_window=6)
@@ -108,6 +137,8 @@ ROWS: dict[str, Row] = {
         lambda d, rule: Speculative(None, d, "confidence", 0.2, rejection_sample_method=rule), variant=True
     ),
     "adasd": Row(lambda d, rule: AdaSD(None, d, relaxed=False, rejection_sample_method=rule)),
+    "eagle3": Row(lambda d, rule: Eagle3(num_speculative_tokens=d, rejection_sample_method=rule), rare=True),
+    "mtp": Row(lambda d, rule: Mtp(num_speculative_tokens=d, rejection_sample_method=rule), rare=True, families=MTP_KINDS),
     "prompt_lookup": Row(lambda d, rule: PromptLookup(num_speculative_tokens=d), same_text=("standard",), rare=True),
     "prompt_lookup, first place": Row(
         lambda d, rule: PromptLookup(num_speculative_tokens=d, prefer="first"), same_text=("standard",), variant=True, rare=True
@@ -122,7 +153,8 @@ ROWS: dict[str, Row] = {
         learns=True,
     ),
 }
-LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None]
+LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None and row.families is None]
+"""Lossless methods for every family."""
 
 
 def is_telling(row: Row, output: Output) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import skipstone
-from skipstone import AdaSD, Auto, Autoregressive, Jacobi, LayerSkip, PromptLookup, Speculative
+from skipstone import AdaSD, Auto, Autoregressive, Eagle3, Jacobi, LayerSkip, PromptLookup, Speculative
 from skipstone.decoding.method import Method
 from skipstone.decoding.request import Request
 from skipstone.engines import recurrent_states as recurrent
@@ -23,6 +23,7 @@ from skipstone.methods import METHODS, resolve
 from skipstone.models.families import RECURRENT, layer_types
 from skipstone.models.passes import Pass, SkipSet, Tree
 from tests.helpers import families, support
+from tests.helpers.conformance import eagle3_head
 from tests.helpers.machine import decode
 from tests.helpers.pairwise import slow_except
 from tests.helpers.planted import assert_found, found_by
@@ -40,6 +41,7 @@ METHOD: dict[str, Callable[[str], Method]] = {
     "layerskip that scores anew": lambda _: LayerSkip(exit_layer=2, num_speculative_tokens=3, reuse_cache=False),
     "speculative": lambda _: Speculative(draft_model=families.cached("llama")),
     "jacobi": lambda _: Jacobi(),
+    "eagle3": lambda name: Eagle3(head=eagle3_head(name)),
     "auto": lambda _: Auto(),
     "adasd": lambda _: AdaSD(draft_model=families.cached("llama")),
     "speculative with a hybrid": lambda name: Speculative(draft_model=families.near(name), num_speculative_tokens=3),
@@ -196,10 +198,10 @@ REFUSED = ("swift", "self_speculative skip_attention=1", "adadecode", "lookahead
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_methods_that_need_positions_are_refused_in_one_sentence(text: str) -> None:
-    assert {*METHODS} == {name.split()[0] for name in (*REFUSED, *METHOD, "early_exit")}
+    assert {*METHODS} == {name.split()[0] for name in (*REFUSED, *METHOD, "early_exit", "mtp")}
     method, ids = resolve(text), families.prompts(1)[0][None]
     for name in MAIN:
-        match = rf"^{method.name} .* recurrent states of a {name} model do not allow.*layerskip, prompt_lookup and speculative"
+        match = rf"^{method.name} .* recurrent states of a {name} model do not allow.*layerskip, .*, eagle3 and mtp"
         with pytest.raises(ValueError, match=match):
             skipstone.generate(families.cached(name), ids, method, max_new_tokens=4)
         with pytest.raises(ValueError, match=match):

@@ -57,9 +57,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     result: list[Request] = []
     admit = DecodingLoop.admit
 
-    def recording(decoder: DecodingLoop, row: int, request: Request, *cached: Any) -> None:
+    def recording(decoder: DecodingLoop, row: int, request: Request, *cached: Any) -> int:
         result.append(request)
-        admit(decoder, row, request, *cached)
+        return admit(decoder, row, request, *cached)
 
     monkeypatch.setattr(DecodingLoop, "admit", recording)
     return result

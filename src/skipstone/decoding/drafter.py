@@ -22,7 +22,10 @@ class SessionView:
 
     model: the target. slots: number per row, for committed tokens and scratch. depth: number of target layers to run. last:
     last committed token per row, which is not in the store yet; on the device as `root` [B] int64. alive: rows that decode.
+    feature_depths: the drafter's.
     """
+
+    feature_depths: tuple[int, ...] = ()
 
     def __init__(self, model: ModelRunner, rows: int, slots: int, depth: int) -> None:
         self.model, self.rows = model, rows
@@ -41,7 +44,8 @@ class SessionView:
         max_drafts: maximum number of draft tokens per row. shortlist: [S] int64, the ids that may be drafted; None for all.
         drafting_model: the target's layers in fewer bits; None for the target itself.
         """
-        return PartialForward(self.model, self.store, self.root, self.alive, max_drafts, shortlist, drafting_model)
+        rows = self.root, self.alive, max_drafts
+        return PartialForward(self.model, self.store, *rows, shortlist, drafting_model, self.feature_depths)
 
 
 class Drafter:
@@ -50,9 +54,13 @@ class Drafter:
     Only `propose_draft` is required; everything else does nothing by default. view: the session's rows. scratch_slots: number
     of slots that it needs per row after the row's tokens, for nodes of trees and for evaluations. own_threads: its torch
     operations are too short for several threads. needs_verification: if False, every draft token is accepted (lossy). coupled:
-    drafts are deterministic or drawn with the target's noise; False if they are drawn at random.
+    drafts are deterministic or drawn with the target's noise; False if they are drawn at random. feature_depths: numbers of
+    target layers, ascending or not; it observes the states after each of them (`observe_features`). needs_commits: it must see
+    the commits of other drafters' steps.
     """
 
+    feature_depths: tuple[int, ...] = ()
+    needs_commits = True
     scratch_slots = 0
     own_threads = True
     needs_verification = True
@@ -76,6 +84,13 @@ class Drafter:
     def accepted_predictions(self, row: int) -> int:
         """Number of accepted draft tokens from a row's prediction."""
         return 0
+
+    def reusable_tokens(self, row: int, count: int) -> int:
+        """How many of the first `count` tokens of a row's text another request can reuse."""
+        return count
+
+    def reuse_tokens(self, row: int, source_row: int, count: int) -> None:
+        """Keep the first `count` tokens of a row's text for the next request of another row or the same one; 0 for none."""
 
     def add_request(self, row: int, request: Request) -> None:
         """Begin a request in a row."""
@@ -115,6 +130,10 @@ class Drafter:
         Returns figures to include in that transfer, [B, k] int64. `observe_commits` gets them as `RowVerdict.notes`.
         """
         return None
+
+    def observe_features(self, features: dict[int, Tensor]) -> None:
+        """Observe the target's states after all `feature_depths`, next to each other. features: row -> [n, E * D] of the next n
+        committed tokens of its text. The tokens that a step commits are observed afterwards."""
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Observe committed tokens. verdicts: one per row. draft: this drafter's own; None for a step that ran prompts and for

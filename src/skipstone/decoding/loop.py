@@ -96,11 +96,12 @@ class DecodingLoop:
         self.stats = Stats()  # of all steps so far
         session.model.lock.loops.add(self)
 
-    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> None:
-        """Start a request in a free row. num_cached_tokens, source_row: as in `Session.admit`."""
+    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> int:
+        """Start a request in a free row. Arguments and result as in `Session.admit`."""
         with self.session.model.lock:
-            self.session.admit(row, request, num_cached_tokens, source_row)
+            num_reused = self.session.admit(row, request, num_cached_tokens, source_row)
         self.rows[row] = RunningRequest(request)
+        return num_reused
 
     def release(self, row: int) -> RunningRequest | None:
         """Free a row, finished or not. Returns its request with the tokens so far."""
@@ -221,7 +222,8 @@ class DecodingLoop:
             self.session.release(row)
         for row, verdict in enumerate(verdicts):
             if verdict.is_broken:
-                self.session.store.clear(row)
+                for _, store in self.session.stores:
+                    store.clear(row)
         return step
 
 

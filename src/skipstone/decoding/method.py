@@ -143,7 +143,7 @@ class Method(metaclass=_AcceptsAliases):
         if cls.positional and model.family.recurrent:
             raise ValueError(
                 f"{cls.name} {cls.positional}, which the recurrent states of a {model.config.model_type} model do not allow: "
-                "they follow one chain; autoregressive, layerskip, prompt_lookup and speculative decode it"
+                "they follow one chain; autoregressive, layerskip, prompt_lookup, speculative, eagle3 and mtp decode it"
             )
 
     def prepare_in_background(self, model: ModelRunner) -> None:

@@ -1,6 +1,7 @@
 """Prefill: runs prompts into a KV cache, chunk by chunk."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from operator import add
 
 import torch
@@ -23,11 +24,13 @@ class Prefill:
     The deadline of a prompt of T tokens is reached when T further prompt tokens have run. So a short prompt overtakes a long
     one, but prompts that come much later do not.
 
-    waiting: row -> remaining prompt tokens [T], in the order of their deadlines.
+    waiting: row -> remaining prompt tokens [T], in the order of their deadlines. feature_depths: numbers of layers. features:
+    row -> states [n, E * d] that its tokens of the latest pass have after each of them, next to each other.
     """
 
-    def __init__(self, model: ModelRunner, store: KVCache) -> None:
-        self.model, self.store = model, store
+    def __init__(self, model: ModelRunner, store: KVCache, feature_depths: tuple[int, ...] = ()) -> None:
+        self.model, self.store, self.feature_depths = model, store, feature_depths
+        self.features: dict[int, Tensor] = {}
         self.waiting: dict[int, Tensor] = {}
         self._deadlines: dict[int, int] = {}  # row -> value of `_num_run`
         self._num_run = 0  # prompt tokens so far
@@ -93,10 +96,19 @@ class Prefill:
         parts = [tokens.get(row, nothing) for row in rows]
         at = self._pass(rows, [*map(len, parts)])
         ids = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-        hidden = self.model.run(self.model.embed(ids, at.positions), at, self.store, range(self.store.layers))
+        hidden, recorded = self._enter(ids, at), dict[int, Tensor]()
+        for low, high in pairwise(sorted({0, *self.feature_depths, self.store.layers})):
+            hidden = recorded[high] = self.model.run(hidden, at, self.store, range(low, high))
         for row, part in tokens.items():
             self.store.length[row] += len(part)
+        if self.feature_depths:
+            features = torch.cat([recorded[depth] for depth in self.feature_depths], -1)
+            self.features = {row: features[row - rows.start, : len(part)] for row, part in tokens.items()}
         return {row: hidden[row - rows.start, len(part) - 1] for row, part in tokens.items()}
+
+    def _enter(self, ids: Tensor, at: Pass) -> Tensor:
+        """The states that enter layer 0, [b, n, d]."""
+        return self.model.embed(ids, at.positions)
 
     def _pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]

@@ -23,6 +23,13 @@ Stores = list[tuple[ModelRunner, KVCache]]
 NO_PREDICTIONS = "a prediction is drafted by methods that look drafts up: auto or prompt_lookup"
 
 
+def _picked(states: Tensor, columns: list[int]) -> Tensor:
+    """Some of the states [n, d] of a row."""
+    if columns == list(range(len(columns))):
+        return states[: len(columns)]
+    return states[on_device(columns, states.device)]
+
+
 def refuse_ids(model: ModelRunner, low: int, high: int) -> None:
     """ValueError if a token id has no embedding. low, high: the lowest and the highest id."""
     size = model.embeddings
@@ -46,7 +53,8 @@ class Session:
         slots = capacity + self.drafter.scratch_slots
         self.view = SessionView(model, rows, slots, model.depth if depth is None else depth)
         self.rows, self.store, self.sampler, self.alive = rows, self.view.store, self.view.sampler, self.view.alive
-        self.prompts = Prefill(model, self.store)
+        self.view.feature_depths = self.drafter.feature_depths
+        self.prompts = Prefill(model, self.store, self.drafter.feature_depths)
         self.drafter.bind(self.view)
 
     @property
@@ -59,21 +67,26 @@ class Session:
         """Whether a row still has prompt tokens to run."""
         return bool(self.prompts.waiting)
 
-    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> None:
+    def admit(self, row: int, request: Request, num_cached_tokens: int = 0, source_row: int | None = None) -> int:
         """Give a free row to a request. ValueError, before anything changes, for a request that cannot be decoded.
 
         num_cached_tokens: number of first prompt tokens that are in the cache already; not all of them. source_row: the row
-        that has them, with or without a request; None for `row` itself."""
+        that has them, with or without a request; None for `row` itself. Returns how many of them are reused: the drafter may
+        need to see the last ones again."""
         assert not self.alive[row], f"row {row} is taken"
         assert row not in self.prompts.waiting, f"row {row} is taken"
         assert 0 <= num_cached_tokens < max(len(request.prompt), 1), "the last token of a prompt must run"
         self.validate_request(request)
-        if source_row not in (None, row):
+        source_row = row if source_row is None else source_row
+        num_cached_tokens = self.drafter.reusable_tokens(source_row, num_cached_tokens)
+        if source_row != row:
             self.store.copy(source_row, row, num_cached_tokens)
         self.store.length[row] = num_cached_tokens
+        self.drafter.reuse_tokens(row, source_row, num_cached_tokens)
         self.sampler.admit(row, request.sampling, request.prompt, request.eos)
         self.prompts.add(row, request.prompt[num_cached_tokens:])
         self.drafter.add_request(row, request)
+        return num_cached_tokens
 
     def validate_request(self, request: Request) -> None:
         """ValueError for a request that cannot be decoded."""
@@ -112,6 +125,8 @@ class Session:
         """
         next_tokens = {row: self.view.root[row : row + 1] for row in decoding}
         states = self.prompts.run(chunk, max_prompt_tokens_per_pass, next_tokens)
+        if self.view.feature_depths:
+            self.drafter.observe_features(self.prompts.features)
         if not states:
             return None, []
         rows = list(states)
@@ -163,6 +178,12 @@ class Session:
         rows.
         """
         view = self.view
+        if view.feature_depths and draft is not None and draft.forward is not None:
+            states = draft.forward.features
+            columns = {row: [0, *(1 + node for node in one.path)] for row, one in enumerate(verdicts) if one.tokens}
+            self.drafter.observe_features(
+                {row: _picked(states[row], some[: len(verdicts[row].tokens)]) for row, some in columns.items()}
+            )
         for row, verdict in enumerate(verdicts):
             if not verdict.tokens:
                 continue

@@ -230,7 +230,7 @@ class PreparedModel:
 
 def _engine_of_modules(name: str, model: Any, description: DecoderModel) -> Engine:
     """The eager or the compiled engine. ValueError for a model whose modules have no forward."""
-    if isinstance(model, MappedModel):
+    if isinstance(model, MappedModel) and not model.has_forward:
         raise ValueError(f"engine={name!r} needs transformers' modules, and this model was loaded for the native engine only")
     if name == "eager":
         from skipstone.engines.eager.eager import EagerEngine

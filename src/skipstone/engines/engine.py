@@ -181,6 +181,10 @@ class Engine(ABC):
         head: replaces the model's own. shortlist: [S] int64, ascending and unique, the ids to compute.
         """
 
+    def multiply(self, linear: nn.Linear, states: Tensor) -> Tensor:
+        """A further linear layer of the model, without a bias. [..., inputs] -> [..., outputs]."""
+        return linear(states)
+
     @abstractmethod
     def greedy_tokens(self, hidden: Tensor) -> Tensor:
         """Final norm, LM head and argmax, the lowest id of equal ones; NO_TOKEN if a logit is NaN or all are minus infinity.

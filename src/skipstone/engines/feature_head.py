@@ -38,6 +38,12 @@ class FeatureHead(ModelRunner):
         raise NotImplementedError
 
     @property
+    def size(self) -> int:
+        """Number of weights that a draft step reads: all but the embedding."""
+        embedding = self.model.get_input_embeddings().weight
+        return sum(weight.numel() for weight in self.model.parameters() if weight is not embedding)
+
+    @property
     def state_size(self) -> int:
         """d, as above."""
         return self.head.weight.shape[1]

@@ -28,6 +28,7 @@ class PartialForward:
     columns so far. valid: [B, n] bool, None if every column is valid. parents: of a tree, as in `append`, None for a chain.
     passes: (from layer, to layer, columns) of all passes so far. shortlist: [S] int64, the ids that drafts are limited to, None
     for all. drafter: runs `draft_greedily` and `sketched_logits`, the same layers in fewer bits; None for the model.
+    feature_depths: numbers of layers; `features` are the states after each of them.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class PartialForward:
         max_drafts: list[int],
         shortlist: Tensor | None = None,
         drafter: ModelRunner | None = None,
+        feature_depths: tuple[int, ...] = (),
     ) -> None:
         self.model, self.store, self.shortlist = model, store, shortlist
-        self.drafter = drafter or model
+        self.drafter, self.feature_depths = drafter or model, feature_depths
+        self._recorded: dict[int, Tensor] = {}  # number of layers -> states of all columns after them, [B, max. columns, d]
         self.rows, self.device = root.shape[0], root.device
         self.top = store.layers
         self.base = [length if live else 0 for length, live in zip(store.length, alive, strict=True)]
@@ -159,7 +162,8 @@ class PartialForward:
         depth: Any = None if reached else self.depth  # all rows have the same depths, or each has its own
         active = alive if rows is None else alive & rows
         levels = {level for level in (reached or depth[active].ravel().tolist()) if level < to}
-        for low, high in pairwise([*sorted(levels), to]):
+        stops = {stop for stop in self.feature_depths if levels and min(levels) < stop < to}
+        for low, high in pairwise([*sorted(levels | stops), to]):
             keep: Tensor | None = None
             if depth is None:
                 columns = [column for column, level in enumerate(reached) if level <= low]
@@ -179,10 +183,29 @@ class PartialForward:
                     self._hidden = states
                 else:
                     self.hidden[:, part] = states
+                self._record(high, part, None, states)
             else:
                 index = on_device(columns, self.device)
                 states, hidden = self._run(index, keep, range(low, high)), self.hidden
                 hidden[:, index] = states if keep is None else torch.where(keep[:, :, None], states, hidden[:, index])
+                self._record(high, index, keep, states)
+
+    def _record(self, depth: int, columns: slice | Tensor, keep: Tensor | None, states: Tensor) -> None:
+        """Keep states [B, n, d] that columns have after some layers, if they are features."""
+        if depth not in self.feature_depths:
+            return
+        if states.shape[1] == self._max_width and keep is None:
+            self._recorded[depth] = states if depth == self.top else states.clone()  # later passes may write into it
+            return
+        if depth not in self._recorded:
+            self._recorded[depth] = states.new_zeros((self.rows, self._max_width, states.shape[2]))
+        recorded = self._recorded[depth]
+        recorded[:, columns] = states if keep is None else torch.where(keep[:, :, None], states, recorded[:, columns])
+
+    @property
+    def features(self) -> Tensor:
+        """[B, n, E * d]: the states of every token after all E feature depths, next to each other."""
+        return torch.cat([self._recorded[depth][:, : self.width] for depth in self.feature_depths], -1)
 
     def _run(self, columns: slice | Tensor, keep: Tensor | None, layers: range) -> Tensor:
         return self.model.run(self.hidden[:, columns], self._pass(columns, keep), self.store, layers)
@@ -209,6 +232,8 @@ class PartialForward:
         """
         assert self.width == 1, "a chain starts at the root"
         assert not inputs.keep_states or self.drafter is self.model, "a token that another drafter ran has no state here"
+        if any(depth < inputs.layers for depth in self.feature_depths):
+            inputs.keep_states = False  # the call does not return the features
         if (chain := self._chain(self.drafter, inputs)) is None:
             return None
         width = 1 + chain.tokens.shape[1]

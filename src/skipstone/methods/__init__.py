@@ -19,10 +19,12 @@ from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adasd.adasd import AdaSD
 from skipstone.methods.auto.auto import Auto
 from skipstone.methods.autoregressive import Autoregressive
+from skipstone.methods.eagle3 import Eagle3
 from skipstone.methods.early_exit import EarlyExit
 from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
+from skipstone.methods.mtp import Mtp
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle
 from skipstone.methods.self_speculative import SelfSpeculative
@@ -40,6 +42,8 @@ METHODS: dict[str, type[Method]] = {
     "adadecode": AdaDecode,
     "speculative": Speculative,
     "adasd": AdaSD,
+    "eagle3": Eagle3,
+    "mtp": Mtp,
     "prompt_lookup": PromptLookup,
     "jacobi": Jacobi,
     "lookahead": Lookahead,

@@ -1,4 +1,4 @@
-"""A decoder on mapped weight files. Only the native engine runs it: its modules have no forward.
+"""A decoder on mapped weight files. Only the native engine runs it: its layers have no forward.
 
 The modules and parameters have transformers' names. Nothing here imports transformers, which takes seconds.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipstone.models.families import Family, InputStep, RotarySource
@@ -29,11 +30,14 @@ class Part(nn.Module):
 
 
 class Activation(nn.Module):
-    """Marks an MLP's activation. number: in the C ABI."""
+    """An MLP's activation. number: in the C ABI."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.number = ACTIVATIONS[name]
+
+    def forward(self, gate: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") if self.number else F.silu(gate)
 
 
 class Linear(nn.Linear):
@@ -54,6 +58,9 @@ class Embedding(nn.Embedding):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.weight = weight
 
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.weight)
+
 
 class Norm(nn.Module):
     """An RMS norm's weight and epsilon. offset: added to the weight."""
@@ -61,6 +68,12 @@ class Norm(nn.Module):
     def __init__(self, weight: nn.Parameter, epsilon: float, offset: float) -> None:
         super().__init__()
         self.weight, self.variance_epsilon, self.offset = weight, epsilon, offset
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> [..., d], computed in float32."""
+        wide = hidden.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight + self.offset) * normed.to(hidden.dtype)
 
 
 class RotaryPhases(nn.Module):
@@ -130,11 +143,13 @@ class MappedModel(nn.Module):
 
     config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. places: where the files
     have a matrix, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
-    report_packed: an engine calls it with the number of weights in each matrix that it has packed. Weights keep the types of
-    the files. widens_to: the dtype that the engine widens them to, the model's; None if it computes every type as it is stored.
+    report_packed: an engine calls it with the number of weights in each matrix that it has packed. has_forward: the eager
+    engine can run it, too. Weights keep the types of the files. widens_to: the dtype that the engine widens them to, the
+    model's; None if it computes every type as it is stored.
     """
 
     name_or_path = ""
+    has_forward = False
     report_packed: Callable[[int], None] | None = None
 
     def __init__(
@@ -147,16 +162,25 @@ class MappedModel(nn.Module):
         self._dtype = torch.float32 if isinstance(files, GgufWeights) else dtype or _stored_dtype(config, files)
         self.widens_to = None if isinstance(files, GgufWeights) else self._dtype
         self._unread = set(files.names)
+        self._build(config)
+        if left := [name for name in self._unread if not FURTHER_TENSORS.search(name)]:
+            raise UnmappableError(f"has tensors that are not in its config, such as {left[0]}")
+        self.eval()
+
+    def _build(self, config: MappedConfig) -> None:
+        """Make the decoder and the LM head of the files' tensors."""
         self.model = self._decoder(config)
         self.lm_head = Linear(self.model.embed_tokens.weight)
         if not config.tie_word_embeddings:
             self.lm_head = self._linear("lm_head", config.vocab_size, config.hidden_size)
-        elif "lm_head.weight" in files and not files.are_equal("lm_head.weight", "model.embed_tokens.weight"):
+        elif "lm_head.weight" in self.files and not self.files.are_equal("lm_head.weight", "model.embed_tokens.weight"):
             raise UnmappableError("has a tied LM head of other values")
-        left = self._unread - {"lm_head.weight"}
-        if left := [name for name in left if not FURTHER_TENSORS.search(name)]:
-            raise UnmappableError(f"has tensors that are not in its config, such as {left[0]}")
-        self.eval()
+        self._unread.discard("lm_head.weight")
+
+    @property
+    def family(self) -> Family:
+        """What surrounds its layers."""
+        return family_of(self.config, self.config.kinds_of_layers)
 
     def expect_unwritten_files(self) -> None:
         """OverwrittenCheckpointError if the checkpoint was overwritten while it was mapped: embeddings and later copies are
@@ -238,17 +262,19 @@ class MappedModel(nn.Module):
             layer.residual_multiplier = self.config.residual_multiplier
         return layer
 
-    def _attention(self, name: str, index: int) -> nn.Module:
+    def _attention(self, name: str, index: int, parts: int = 1) -> nn.Module:
+        """parts: number of states that queries, keys and values are made of."""
         config, attention = self.config, Part()
         width, size = config.hidden_size, config.head_dim
+        inputs = parts * width
         queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
         has_bias = bool(config.attention_bias) and config.model_type not in ("mistral", "qwen2", "phi3")
         for part, outputs in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             if not config.variant.fused:
                 bias = has_bias or config.model_type in QKV_BIASES
-                setattr(attention, part, self._linear(f"{name}.{part}", outputs, width, bias))
+                setattr(attention, part, self._linear(f"{name}.{part}", outputs, inputs, bias))
         if config.variant.fused:
-            attention.qkv_proj = self._linear(f"{name}.qkv_proj", queries + 2 * keys, width)
+            attention.qkv_proj = self._linear(f"{name}.qkv_proj", queries + 2 * keys, inputs)
         attention.o_proj = self._linear(f"{name}.o_proj", width, queries, has_bias)
         if config.variant.query_norm:
             whole = config.variant.query_norm == "whole"

@@ -53,7 +53,7 @@ _LATEST: list[tuple[ref[Any], ModelVersion, Trace]] = []
 def recognise(model: Any) -> RecognisedModel:
     """The family of a model. ValueError with cause and remedy if skipstone cannot decode it."""
     if isinstance(model, MappedModel):
-        return RecognisedModel("", family_of(model.config, model.config.kinds_of_layers), True)
+        return RecognisedModel("", model.family, True)
     refuse_kind(model)
     is_tested = model.config.model_type in TESTED and _has_original_modules(model)
     if is_tested and (family := _known_family(model.config)) is not None:

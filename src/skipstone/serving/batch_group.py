@@ -83,8 +83,7 @@ class BatchGroup:
                 self._prefix_cache.store(row, self._committed_tokens(row, other))
         row, source, cached_tokens = self._prefix_cache.choose_row(pending.prompt_ids, self.free_rows)
         with collect_setup_seconds(self.loop.setup), setup_work(REQUEST):
-            self.loop.admit(row, pending.request, cached_tokens, source)
-        pending.stats.cached_tokens = cached_tokens
+            pending.stats.cached_tokens = self.loop.admit(row, pending.request, cached_tokens, source)
         self.requests[row], self._sent_layers[row] = pending, None
 
     def drop(self, pending: PendingRequest) -> None:

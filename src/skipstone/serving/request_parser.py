@@ -30,10 +30,12 @@ from skipstone.serving.tool_call_parser import argument_schemas
 
 OFF = "off"
 """The name of plain decoding in a body."""
-SERVER_SETTINGS = ("log", "heads", "draft_model", "draft_vocabulary", "profile")
+SERVER_SETTINGS = ("log", "heads", "head", "draft_model", "draft_vocabulary", "profile")
 """Method settings that name files or models. Only the server may choose them."""
-DRAFT_MODEL_SETTINGS = ("draft_device", "draft_dtype")
-"""Method settings of draft models. Each of their values loads one more model."""
+DRAFT_MODEL_SETTINGS = (
+    *("draft_device", "draft_dtype", "feature_layers", "norm_before_residual", "feedback", "head_quantize"),
+)
+"""Method settings of draft models and heads. Each of their values loads one more."""
 MEMORY_SETTING = "max_extra_memory_bytes"
 """Setting of `auto` that all its requests take from the server's method."""
 MAX_CHAT_DEPTH = 100

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from skipstone.decoding import method_states
@@ -24,6 +25,7 @@ from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.mtp_head import attached_mtp
 from skipstone.engines.native.weights import quantised_bytes
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.adadecode.heads import are_loaded, bundled_name_for, fitting_heads
@@ -33,8 +35,8 @@ from skipstone.methods.auto.matches import MatchDrafter
 from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.methods.autoregressive import Autoregressive
-from skipstone.methods.drafting.chain import ChainDrafter
-from skipstone.methods.drafting.draft_model import DraftModelDrafter
+from skipstone.methods.drafting.chain import OwnCacheDrafter
+from skipstone.methods.mtp import Mtp
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
 from skipstone.methods.self_speculative import SelfSpeculative
@@ -98,12 +100,14 @@ class Auto(Method):
     )
 
     def methods(self, model: ModelRunner, *, sets_up: Container[str] = (HEADS, COPY)) -> tuple[Method, ...]:
-        """The candidates. By default lookups, recycled tokens, bundled exit heads, the model in int4 if there is such a copy,
-        and the model's own method if it is lossless. sets_up: what is read from the disk now if it was not before, HEADS and
-        COPY; the rest is left out."""
+        """The candidates. By default lookups, recycled tokens, the checkpoint's MTP layer, bundled exit heads, the model in
+        int4 if there is such a copy, and the model's own method if it is lossless. sets_up: what is read from the disk now if
+        it was not before, HEADS and COPY; the rest is left out."""
         if self.candidates is not None:
             return self.candidates
         methods: list[Method] = [PromptLookup()]
+        if attached_mtp(model) is not None:
+            methods.append(Mtp())
         if not model.family.recurrent:
             methods.append(Recycle())
             if (HEADS in sets_up or are_loaded(model)) and bundled_name_for(model) is not None:
@@ -208,11 +212,12 @@ class AutoDrafter(Drafter):
         self._members: list[Drafter] = [self.texts, *([self.recycle] if self.recycle else [])]
         self._listeners = [*self._members]  # those that need commits
         self.candidates, self._methods = dict[str, Candidate](), list[Method]()
-        self._draft_models = dict[str, DraftModelDrafter]()
+        self._own_caches = dict[str, OwnCacheDrafter]()
         self._requests: list[Request | None] = [None] * rows
         self._is_bound = False
         self._engines, self._prepared = [model.engine], 0
         self._add_candidates(methods)
+        self.feature_depths = tuple(dict.fromkeys(depth for one in self._members for depth in one.feature_depths))
         self.scratch_slots = max([WINDOW, TABLE, *(one.scratch_slots for one in self._members)])
         # the decision that is carried out, the policy's decision (it becomes PLAIN if there is nothing to draft), its arguments
         self._decision, self._decided, self._arguments = Decision(PLAIN), None, (list[int](), True)
@@ -253,11 +258,10 @@ class AutoDrafter(Drafter):
 
     def _add_member(self, name: str, drafter: Drafter) -> None:
         self._members.append(drafter)
-        if isinstance(drafter, DraftModelDrafter):
-            self._draft_models[name] = drafter
-            self._engines.append(drafter.draft_model.engine)
-        # other chains come from the model's own layers, which need no commits
-        if isinstance(drafter, DraftModelDrafter) or not isinstance(drafter, ChainDrafter):
+        if isinstance(drafter, OwnCacheDrafter):
+            self._own_caches[name] = drafter
+            self._engines.append(drafter.runner.engine)
+        if drafter.needs_commits:
             self._listeners.append(drafter)
         if self._is_bound:
             assert drafter.scratch_slots <= self.scratch_slots, f"{name} comes too late for its slots"
@@ -293,6 +297,13 @@ class AutoDrafter(Drafter):
         self._is_bound = True
         for one in self._members:
             one.bind(view)
+
+    def reusable_tokens(self, row: int, count: int) -> int:
+        return min(one.reusable_tokens(row, count) for one in self._members)
+
+    def reuse_tokens(self, row: int, source_row: int, count: int) -> None:
+        for one in self._members:
+            one.reuse_tokens(row, source_row, count)
 
     def add_request(self, row: int, request: Request) -> None:
         """A copy of the weights that was made since the last request is a candidate from now on."""
@@ -332,7 +343,7 @@ class AutoDrafter(Drafter):
             return
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
-        lag = {name: one.tokens_to_replay(row, width) for name, one in self._draft_models.items()}
+        lag = {name: one.tokens_to_replay(row, width) for name, one in self._own_caches.items()}
         if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
             self._replay(name, row, width, lag.get(name, 0))
 
@@ -481,6 +492,17 @@ class AutoDrafter(Drafter):
         notes = self.recycle.observe_scores(draft, scores, verdict)
         self._host_seconds += self.model.ranks.since(began)
         return notes
+
+    def observe_features(self, features: dict[int, Tensor]) -> None:
+        """Passes on to every head the states that it reads."""
+        for one in self._members:
+            if one.feature_depths == self.feature_depths:
+                one.observe_features(features)
+            elif one.feature_depths:
+                places = [self.feature_depths.index(depth) for depth in one.feature_depths]
+                count = len(self.feature_depths)
+                parts = {row: states.chunk(count, -1) for row, states in features.items()}
+                one.observe_features({row: torch.cat([own[i] for i in places], -1) for row, own in parts.items()})
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Passes commits on to the drafters, and notes how the draft was judged."""

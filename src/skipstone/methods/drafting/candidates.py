@@ -16,8 +16,12 @@ faster, because with many tokens arithmetic takes the time."""
 
 def size_ratio(draft_model: ModelRunner, target: ModelRunner) -> float:
     """Parameters of a draft model divided by the target's, at most 1: the assumed cost of a draft step in plain steps."""
-    draft_size, target_size = (sum(weight.numel() for weight in each.model.parameters()) for each in (draft_model, target))
-    return min(draft_size / target_size, 1.0)
+    return min(model_size(draft_model) / model_size(target), 1.0)
+
+
+def model_size(runner: ModelRunner) -> int:
+    """Number of a model's parameters."""
+    return sum(weight.numel() for weight in runner.model.parameters())
 
 
 def layer_candidate(

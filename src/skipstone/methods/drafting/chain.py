@@ -18,7 +18,7 @@ from skipstone.decoding.sampling import Sampler
 from skipstone.engines import host_transfer
 from skipstone.engines.engine import ChainInputs, ChainOutputs, SurvivalThresholds
 from skipstone.engines.greedy_tokens import NO_TOKEN
-from skipstone.engines.host_transfer import on_device
+from skipstone.engines.host_transfer import cached_arange, on_device, to_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
@@ -138,6 +138,7 @@ class ChainDrafter(Drafter):
     shortlist: Tensor | None = None  # [S], the ids that may be drafted; None for all
     drafting_model: ModelRunner | None = None  # the target's layers in fewer bits, if these draft
     reuse_cache = True  # whether scoring goes on from the states that drafting left
+    needs_commits = False  # the target's own layers draft, over its own KV cache
 
     def __init__(
         self,
@@ -264,6 +265,51 @@ class ChainDrafter(Drafter):
 
     def describe(self, name: str) -> list[dict[str, Any]]:
         return [] if self.exit_layer is None else [layers_used(name, exits=[self.exit_layer])]
+
+
+class OwnCacheDrafter(ChainDrafter):
+    """Drafts with weights and a KV cache of its own. The target's forward gets the draft when it is finished.
+
+    runner: the weights. store: their KV cache. text: all tokens of every row.
+    """
+
+    needs_commits = True
+
+    def __init__(self, model: ModelRunner, drafting_runner: ModelRunner, rows: int, capacity: int, **settings: Any) -> None:
+        """settings: of `ChainDrafter`."""
+        super().__init__(model, rows, **settings)
+        self.runner, self.own_threads = drafting_runner, drafting_runner.engine.own_threads
+        self.store = KVCache(rows, drafting_runner.depth, capacity, drafting_runner.kv_dtype)
+        self.text: list[list[int]] = [[] for _ in range(rows)]
+        self._path: Tensor | None = None  # [B, width], draft tokens on the target's device
+
+    @property
+    def caches(self) -> list[tuple[ModelRunner, KVCache]]:
+        return [(self.runner, self.store)]
+
+    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
+        if len(chain) == 1 or self._path is None:
+            self._path = forward.tokens.new_empty((self.view.rows, chain.width))
+        self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
+        return self._path[:, : len(chain)]
+
+    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
+        """Append all tokens of the draft to the target's forward."""
+        draft = chain.draft(forward)
+        if draft.width:
+            forward.append(draft.tokens, draft.valid if chain.is_ragged else None)
+        return draft
+
+    def finish_call(self, chain: ChainOutputs, forward: PartialForward) -> Draft:
+        """The same for the outputs of one engine call."""
+        self.observe_chain(chain)
+        device = self.model.device
+        tokens = to_device(chain.tokens, device)
+        even = min(chain.counts) == tokens.shape[1]
+        valid = cached_arange(tokens.shape[1], device) < on_device(chain.counts, device)[:, None]
+        forward.append(tokens, None if even else valid)
+        confidence = None if chain.confidence is None else to_device(chain.confidence, device)
+        return Draft(tokens, valid, forward, confidence=confidence)
 
 
 def replay_hidden_states(

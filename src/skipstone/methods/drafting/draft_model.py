@@ -14,14 +14,13 @@ from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.engines.choose_engine import EngineOptions, attach, attached
-from skipstone.engines.host_transfer import cached_arange, on_device, to_device
-from skipstone.engines.kv_cache import KVCache
+from skipstone.engines.host_transfer import on_device, to_device
 from skipstone.engines.mapped_loading import load_named
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import FewerBits
-from skipstone.methods.drafting.chain import ChainDrafter, DraftChain
+from skipstone.methods.drafting.chain import DraftChain, OwnCacheDrafter
 from skipstone.methods.drafting.chain_stop_rule import Threshold
 from skipstone.methods.drafting.shortlist import ShortlistMethod
 from skipstone.models.passes import Pass, SkipSet
@@ -188,15 +187,14 @@ class DraftModelMethod(ShortlistMethod):
         return draft_model
 
 
-class DraftModelDrafter(ChainDrafter):
+class DraftModelDrafter(OwnCacheDrafter):
     """Drafts with a draft model, which has its own KV cache of the committed tokens.
 
     After a step the draft model's cache lacks the last committed token. If a whole draft was accepted, it lacks two, because
     the draft model never read its last draft. It lacks more after steps without drafts, and catches up before the next draft.
 
-    store: KV cache of the draft model. prompts: prompts that it reads while the target runs prompts. text: all tokens of every
-    row. last_id: highest token id of the draft model. Higher ids of the target are padding; the draft model reads `last_id`
-    instead of them.
+    prompts: prompts that it reads while the target runs prompts. last_id: highest token id of the draft model. Higher ids of
+    the target are padding; the draft model reads `last_id` instead of them.
     """
 
     def __init__(
@@ -209,24 +207,16 @@ class DraftModelDrafter(ChainDrafter):
         max_drafts: int,
         threshold: Threshold,
     ) -> None:
-        super().__init__(
-            model, rows, max_drafts=max_drafts, threshold=threshold, coupled=method.rejection_sample_method == "coupled"
-        )
-        self.draft_model, self.own_threads = draft_model, draft_model.engine.own_threads
-        self.store = KVCache(rows, draft_model.depth, capacity, draft_model.kv_dtype)
+        coupled = method.rejection_sample_method == "coupled"
+        super().__init__(model, draft_model, rows, capacity, max_drafts=max_drafts, threshold=threshold, coupled=coupled)
+        self.draft_model = draft_model
         self.prompts = Prefill(draft_model, self.store)
         self.draft_shortlist = method.shortlist(draft_model)
-        self.text: list[list[int]] = [[] for _ in range(rows)]
         self.last_id = draft_model.embeddings - 1
         # of this step's draft
         self._forward: PartialForward | None = None  # of the draft model: committed tokens, then draft tokens
         self._committed = 0  # number of its columns with committed tokens
         self._read: list[int] | None = None  # number of draft tokens read by the draft model per row; None for its whole width
-        self._path: Tensor | None = None  # [B, width], draft tokens on the target's device
-
-    @property
-    def caches(self) -> list[tuple[ModelRunner, KVCache]]:
-        return [(self.draft_model, self.store)]
 
     def validate_request(self, request: Request) -> None:
         length, new, limit = len(request.prompt), request.max_new_tokens, self.draft_model.max_positions
@@ -259,7 +249,6 @@ class DraftModelDrafter(ChainDrafter):
         device = self.draft_model.device
         if not len(chain):
             self._forward = self._forward or self._start_draft_forward(chain.max_drafts)
-            self._path = forward.tokens.new_empty((self.view.rows, chain.width))
         else:
             assert self._forward is not None
             tokens, valid = chain.newest
@@ -278,14 +267,8 @@ class DraftModelDrafter(ChainDrafter):
         chain = self._forward.draft_with_all_layers(self.chain_inputs(max_drafts, *drafter))
         if chain is None:
             return None
-        self.observe_chain(chain)
         self._read = [count - 1 for count in chain.counts]
-        tokens = to_device(chain.tokens, self.model.device)
-        even = min(chain.counts) == tokens.shape[1]
-        valid = cached_arange(tokens.shape[1], tokens.device) < on_device(chain.counts, tokens.device)[:, None]
-        forward.append(tokens, None if even else valid)
-        confidence = None if chain.confidence is None else to_device(chain.confidence, self.model.device)
-        return Draft(tokens, valid, forward, confidence=confidence)
+        return self.finish_call(chain, forward)
 
     def _start_draft_forward(self, max_drafts: list[int]) -> PartialForward:
         """A forward of the draft model over its unread committed tokens (one or two), with space for `max_drafts` more."""
@@ -311,18 +294,6 @@ class DraftModelDrafter(ChainDrafter):
             unread.add(row, on_device(ids, self.draft_model.device).clamp_(max=self.last_id))
         while unread.waiting:
             unread.run(PREFILL_CHUNK)
-
-    def append(self, chain: DraftChain, forward: PartialForward) -> Tensor:
-        assert self._path is not None
-        self._path[:, len(chain) - 1 : len(chain)] = chain.newest[0]
-        return self._path[:, : len(chain)]
-
-    def finish(self, chain: DraftChain, forward: PartialForward) -> Draft:
-        """Append all tokens of the draft to the target's forward."""
-        draft = chain.draft(forward)
-        if draft.width:
-            forward.append(draft.tokens, draft.valid if chain.is_ragged else None)
-        return draft
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         """Move the lengths of the draft model's cache."""

@@ -1,0 +1,107 @@
+"""EAGLE-3 heads (Li et al., arXiv 2503.01840) on an engine, next to their target."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipstone.engines.choose_engine import EngineOptions
+from skipstone.engines.feature_head import FeatureHead
+from skipstone.engines.host_transfer import to_device
+from skipstone.engines.model_runner import ModelRunner, only
+from skipstone.models.eagle3 import Eagle3Model, feature_depths, read_files
+from skipstone.models.mapped_config import UnmappableError
+from skipstone.models.vocabularies import COMMIT, vocabulary
+
+
+class Eagle3Head(FeatureHead):
+    """A head that reads states of three target layers, and its own output for further drafts."""
+
+    def __init__(self, model: Eagle3Model, target: ModelRunner, depths: Sequence[int], options: EngineOptions) -> None:
+        super().__init__(model, options)
+        self.depths, self.name = tuple(depths), model.config.name_or_path
+        self._vocabulary = target.head.weight.shape[0]
+        self.ids: Tensor | None = model._buffers["ids"]
+
+    def read_states(self, states: Tensor) -> Tensor:
+        """The features of the paper's section 3.1: the states of a low, a middle and a high layer become one by `fc`."""
+        model, states = self.model, to_device(states, self.device).to(self.dtype)
+        if model.fc_norms:
+            parts = states.chunk(len(model.fc_norms), -1)
+            states = torch.cat([norm(part) for norm, part in zip(model.fc_norms, parts, strict=True)], -1)
+        if model.input_norm is not None:
+            states = model.input_norm(states)
+        return self.engine.multiply(model.fc, states)
+
+    def enter(self, tokens: Tensor, states: Tensor) -> Tensor:
+        tokens = to_device(tokens, self.device).clamp(max=self.embeddings - 1)
+        return torch.cat([self.engine.embed(tokens, tokens).to(states.dtype), states], -1)
+
+    def feed_back(self, hidden: Tensor) -> Tensor:
+        """The state before the final norm, or after it if the head was trained so (`norm_output`)."""
+        return self.normed(hidden) if self.model.norm_output else hidden
+
+    def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
+        """Logits over the target's vocabulary, [B, n, V] float32; -inf for ids that the head does not draft."""
+        logits = super().project(normed)
+        if self.ids is not None:
+            return only(self.ids, logits, self._vocabulary)
+        return torch.nn.functional.pad(logits, (0, self._vocabulary - logits.shape[-1]), value=float("-inf"))
+
+
+def load_eagle3(
+    name: str | Path,
+    target: ModelRunner,
+    *,
+    layers: Sequence[int] | None = None,
+    norm_before_residual: bool | None = None,
+    norm_output: bool | None = None,
+    quantize: str | None = None,
+) -> Eagle3Head:
+    """The head of a folder or a hub id for a target, on the engine that fits the target's options.
+
+    layers: after how many target layers the states are read, in place of the files' own. norm_before_residual, norm_output:
+    replace the files' settings. quantize: "int8" or "int4" for its weights; None: as the target's.
+
+    OSError for missing files. ValueError for another kind of head, tensors that are missing or do not fit, and a head that was
+    trained for another target.
+    """
+    files = read_files(name)
+    depths = tuple(feature_depths(files, target.depth) if layers is None else layers)
+    _expect_target(str(name), files, target, depths)
+    try:
+        model = Eagle3Model(files, target, len(depths), norm_before_residual, norm_output)
+        options = target.engine_options.for_drafts
+        if target.device.type != "cpu":
+            model.to(target.device)
+        if quantize is not None or options.engine == "compiled":
+            options = replace(options, engine="native" if quantize else "eager", quantize=quantize or options.quantize)
+        return Eagle3Head(model, target, depths, options)
+    except (UnmappableError, ValueError) as error:
+        raise ValueError(f"the head {name} {error}") from error
+
+
+def _expect_target(name: str, files: Any, target: ModelRunner, depths: Sequence[int]) -> None:
+    """ValueError if a head was trained for another target."""
+    of_target = getattr(target.config, "name_or_path", "") or "the target"
+    size = files.setting("target_hidden_size") or files.layer_config.get("hidden_size")
+    wrong = f"the head {name} was trained for another model than {of_target}: "
+    if size != target.config.hidden_size:
+        raise ValueError(f"{wrong}it reads states of {size} numbers, and the model has {target.config.hidden_size}")
+    if any(not 1 <= depth <= target.depth for depth in depths):
+        raise ValueError(f"{wrong}it reads the states after layers {', '.join(map(str, depths))} of {target.depth}")
+    tokens, own = target.head.weight.shape[0], files.layer_config.get("vocab_size")
+    if files.ids is not None and int(files.ids.max()) >= tokens:
+        raise ValueError(f"{wrong}it drafts the token {int(files.ids.max())}, and the model has {tokens}")
+    ids = vocabulary(name), vocabulary(of_target, getattr(target.config, COMMIT, None))
+    if None not in ids and ids[0] != ids[1]:
+        raise ValueError(f"{wrong}their tokenizers have different vocabularies")
+    if files.ids is None and own is not None and abs(own - tokens) >= MAX_PADDING:
+        raise ValueError(f"{wrong}it has {own} tokens, and the model {tokens}")
+
+
+MAX_PADDING = 512
+"""Models with one tokenizer pad their vocabularies to different multiples, 512 at most in the checkpoints seen."""
