@@ -96,7 +96,7 @@ def _expect_target(name: str, files: Any, target: ModelRunner, depths: Sequence[
     tokens, own = target.head.weight.shape[0], files.layer_config.get("vocab_size")
     if files.ids is not None and int(files.ids.max()) >= tokens:
         raise ValueError(f"{wrong}it drafts the token {int(files.ids.max())}, and the model has {tokens}")
-    ids = vocabulary(name), vocabulary(of_target, getattr(target.config, COMMIT, None))
+    ids = vocabulary(str(files.folder)), vocabulary(of_target, getattr(target.config, COMMIT, None))
     if None not in ids and ids[0] != ids[1]:
         raise ValueError(f"{wrong}their tokenizers have different vocabularies")
     if files.ids is None and own is not None and abs(own - tokens) >= MAX_PADDING:

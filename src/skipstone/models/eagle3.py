@@ -45,10 +45,12 @@ OF_SPECULATORS = {"eagle": "an EAGLE-1 head", "peagle": "a P-EAGLE head", "dflas
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """The contents of a head's folder. name: as the user wrote it. config: of config.json. tensors: by the names of
-    `Eagle3Model`, mapped from the file. ids: [S] int64, the target's ids of the LM head's rows, ascending; None for all ids."""
+    """The contents of a head's folder. name: as the user wrote it. folder: on this machine. config: of config.json. tensors: by
+    the names of `Eagle3Model`, mapped from the file. ids: [S] int64, the target's ids of the LM head's rows, ascending; None
+    for all ids."""
 
     name: str
+    folder: Path
     config: Mapping[str, Any]
     tensors: "HeadTensors"
     ids: Tensor | None
@@ -102,7 +104,7 @@ def read_files(name: str | Path) -> HeadFiles:
         for pattern, replacement in RENAMED:
             key = pattern.sub(replacement, key)
         renamed[key] = tensor
-    return HeadFiles(str(name), config, renamed, _ids(str(name), renamed, d2t, t2d))
+    return HeadFiles(str(name), folder, config, renamed, _ids(str(name), renamed, d2t, t2d))
 
 
 def _folder_of(name: str | Path) -> Path:

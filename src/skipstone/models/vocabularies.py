@@ -7,7 +7,7 @@ from typing import Any
 
 from skipstone.models.fetching import cached_folder
 from skipstone.models.mapped_config import UnmappableError
-from skipstone.models.tokenizer import FILE, read_tokenizer
+from skipstone.models.tokenizer import FILE, FURTHER_FILES, read_tokenizer
 
 COMMIT = "_commit_hash"
 """Attribute of a config: the hub commit that the model was loaded from. transformers does not save it."""
@@ -16,7 +16,8 @@ COMMIT = "_commit_hash"
 def vocabulary(name: str, revision: str | None = None) -> dict[str, int] | None:
     """Token -> id of a tokenizer in a folder, or of a revision in the hub's cache; None if it is not here or needs code of its
     own."""
-    if not name:
+    folder = Path(name)
+    if not name or (folder.is_dir() and not any((folder / file).exists() for file in (FILE, *FURTHER_FILES))):
         return None
     try:
         return _vocabulary(name, revision)
