@@ -38,10 +38,10 @@ class FeatureHead(ModelRunner):
         raise NotImplementedError
 
     @property
-    def size(self) -> int:
-        """Number of weights that a draft step reads: all but the embedding."""
+    def weights(self) -> list[Tensor]:
+        """What a draft step reads: all weights but the embedding."""
         embedding = self.model.get_input_embeddings().weight
-        return sum(weight.numel() for weight in self.model.parameters() if weight is not embedding)
+        return [weight for weight in self.model.parameters() if weight is not embedding]
 
     @property
     def state_size(self) -> int:

@@ -50,6 +50,11 @@ class MtpHead(FeatureHead):
         return self.normed(hidden) if self.feedback == "normed" else hidden
 
     @property
+    def weights(self) -> list[Tensor]:
+        """As in `FeatureHead`."""
+        return [*super().weights, self.layer.eh_proj.weight]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights that the target does not have anyway."""
         return self.layer.nbytes

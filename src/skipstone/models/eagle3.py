@@ -39,8 +39,15 @@ OTHERS = {
     "an EAGLE-3 head of several layers": r"(^|\.)layers\.[1-9]\d*\.",
 }
 """Heads that skipstone does not run, and tensors that only they have."""
-OF_SPECULATORS = {"eagle": "an EAGLE-1 head", "peagle": "a P-EAGLE head", "dflash": "a DFlash head", "mtp": "an MTP layer"}
-"""Other model types of `speculators`."""
+OTHER_KINDS = {
+    r"^eagle$": "an EAGLE-1 head",
+    "peagle": "a P-EAGLE head",
+    "dflash": "a DFlash head",
+    "^mtp": "an MTP layer in the format of speculators",
+    "medusa": "a Medusa head",
+    "gemma4.*assistant": "an assistant model of Gemma 4",
+}
+"""The same by their model type, that of `speculators` or their architecture."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,9 @@ def _tensors_of(folder: Path) -> dict[str, Tensor]:
 
 def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """ValueError for another kind of head, by its name."""
-    kind = OF_SPECULATORS.get(config.get(SPECULATORS, ""))
+    own = [config.get(SPECULATORS), config.get("model_type"), *(config.get("architectures") or ())]
+    types = [str(one).lower() for one in own if one]
+    kind = next((kind for pattern, kind in OTHER_KINDS.items() if any(re.search(pattern, one) for one in types)), None)
     names = [name.removeprefix("model.") for name in tensors]
     for other, pattern in OTHERS.items():
         kind = kind or (other if any(re.search(pattern, one) for one in names) else None)

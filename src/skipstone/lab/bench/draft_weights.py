@@ -10,6 +10,7 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native.weights import QUANTIZED_HEAD, matrix_bytes
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.methods.drafting.draft_model import DraftModelMethod
+from skipstone.methods.drafting.feature_drafter import FeatureMethod
 from skipstone.methods.jacobi import Jacobi
 from skipstone.methods.layerskip import LayerSkip
 from skipstone.methods.lookahead import Lookahead
@@ -72,6 +73,9 @@ def _bytes_read(method: Method, runner: ModelRunner, target: ModelWeights, row: 
             draft_model = method.draft_model_for(runner)
             weights = ModelWeights(draft_model)
             return weights.layers() + weights.head * _head_share(method, draft_model)
+        case FeatureMethod():
+            head = method.head_for(runner)
+            return _bytes(head.weights, head.engine.quantize)
         case PromptLookup() | Lookahead() | Jacobi() | Recycle():
             return 0.0
         case _:

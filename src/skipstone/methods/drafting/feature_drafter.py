@@ -63,7 +63,7 @@ class FeatureMethod(DraftingMethod):
         """One candidate. It drafts chains, and `auto` decides their length."""
         head = self.head_for(model)
         drafter = FeatureDrafter(model, head, rows, capacity, max_drafts=MAX_DRAFTS, threshold=None, coupled=True)
-        ratio = head.size / model_size(model)
+        ratio = sum(weight.numel() for weight in head.weights) / model_size(model)
         return {self.name: Candidate(drafter, lambda: head.fingerprint, ratio, ratio)}
 
 
