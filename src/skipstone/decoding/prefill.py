@@ -98,7 +98,7 @@ class Prefill:
         ids = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
         hidden, recorded = self._enter(ids, at), dict[int, Tensor]()
         for low, high in pairwise(sorted({0, *self.feature_depths, self.store.layers})):
-            hidden = recorded[high] = self.model.run(hidden, at, self.store, range(low, high))
+            hidden = recorded[high] = self._run_layers(hidden, at, range(low, high))
         for row, part in tokens.items():
             self.store.length[row] += len(part)
         if self.feature_depths:
@@ -109,6 +109,9 @@ class Prefill:
     def _enter(self, ids: Tensor, at: Pass) -> Tensor:
         """The states that enter layer 0, [b, n, d]."""
         return self.model.embed(ids, at.positions)
+
+    def _run_layers(self, hidden: Tensor, at: Pass, layers: range) -> Tensor:
+        return self.model.run(hidden, at, self.store, layers)
 
     def _pass(self, rows: range, counts: list[int]) -> Pass:
         bases = [self.store.length[row] for row in rows]

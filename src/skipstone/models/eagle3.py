@@ -197,8 +197,7 @@ class Eagle3Layer(Part):
         inputs = torch.cat([own.input_layernorm(embedding), normed], -1)
         state = normed if own.norm_before_residual else state
         state = state + self._attend(inputs, attention_mask, position_embeddings, past_key_values)
-        normed, mlp = own.post_attention_layernorm(state), own.mlp
-        return state + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+        return state + own.mlp(own.post_attention_layernorm(state))
 
     def _attend(self, inputs: Tensor, mask: Tensor | None, phases: tuple[Tensor, Tensor], cache: Any) -> Tensor:
         own: Any = self.self_attn
@@ -272,7 +271,9 @@ class Eagle3Model(MappedModel):
         key, size = f"{name}.weight", self.config.hidden_size
         files: Any = self.files
         if key in files:
-            return kind(self._weight(key, (files[key].shape[0], size)))
+            if kind is Embedding or self._files.ids is None:
+                files[key] = _fitted(files[key], len(of_target), fills=kind is Embedding)
+            return kind(self._weight(key, (len(files[key]), size)))
         if of_target.shape[1] != size:
             raise UnmappableError(f"lacks {key}, and the target's has states of {of_target.shape[1]} numbers, expected {size}")
         files[key] = of_target
@@ -286,6 +287,13 @@ class Eagle3Model(MappedModel):
             setattr(layer, norm, self._norm(f"{name}.{norm}", size))
         layer.norm_before_residual = self._norm_before_residual
         return layer
+
+
+def _fitted(weight: Tensor, rows: int, fills: bool) -> Tensor:
+    """At most `rows` rows of a matrix of all tokens. Models with one tokenizer pad it to different sizes. fills: the last row
+    is repeated for ids that it lacks."""
+    missing = rows - len(weight)
+    return torch.cat([weight, weight[-1:].expand(missing, -1)]) if fills and missing > 0 else weight[:rows]
 
 
 def _norm_before_residual(files: HeadFiles) -> bool:

@@ -29,6 +29,15 @@ class Part(nn.Module):
     """A decoder, a layer or a sublayer: has its parts and numbers as attributes."""
 
 
+class Mlp(Part):
+    """A gated MLP of three matrices, or of two whose first one makes gate and up."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., d] -> [..., d], with three matrices."""
+        own: Any = self
+        return own.down_proj(own.act_fn(own.gate_proj(hidden)) * own.up_proj(hidden))
+
+
 class Activation(nn.Module):
     """An MLP's activation. number: in the C ABI."""
 
@@ -289,7 +298,7 @@ class MappedModel(nn.Module):
         return attention
 
     def _mlp(self, name: str) -> nn.Module:
-        config, mlp = self.config, Part()
+        config, mlp = self.config, Mlp()
         width, inner, bias = config.hidden_size, config.intermediate_size, bool(getattr(config, "mlp_bias", False))
         if config.variant.fused:
             mlp.gate_up_proj = self._linear(f"{name}.gate_up_proj", 2 * inner, width)

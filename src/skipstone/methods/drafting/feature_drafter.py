@@ -19,12 +19,13 @@ from skipstone.decoding.settings import RejectionRule, setting
 from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.host_transfer import on_device, to_device
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.methods.drafting.candidates import model_size
 from skipstone.methods.drafting.chain import DraftChain, OwnCacheDrafter
 from skipstone.methods.drafting.chain_stop_rule import Threshold
-from skipstone.models.passes import Pass
+from skipstone.models.passes import Pass, SkipSet
 from skipstone.policy.draft_length import MAX_DRAFTS
 
 MAX_UNREAD = 64
@@ -68,10 +69,18 @@ class FeatureMethod(DraftingMethod):
 
 
 class ColumnReader(Prefill):
-    """Runs a head over columns that have entered its layer: `add` takes [n, w] in the place of ids."""
+    """Runs a head over columns that have entered its layer: `add` takes [n, w] in the place of ids. skip: sublayers that it
+    leaves out."""
+
+    def __init__(self, head: FeatureHead, store: KVCache, skip: SkipSet | None) -> None:
+        super().__init__(head, store)
+        self._skip = skip
 
     def _enter(self, ids: Tensor, at: Pass) -> Tensor:
         return ids
+
+    def _run_layers(self, hidden: Tensor, at: Pass, layers: range) -> Tensor:
+        return self.model.run(hidden, at, self.store, layers, self._skip)
 
 
 class FeatureDrafter(OwnCacheDrafter):
@@ -118,7 +127,7 @@ class FeatureDrafter(OwnCacheDrafter):
             self.unread[row].append(states)
         counts = {row: self._num_unread(row) - 1 for row in features}
         if long := {row: count for row, count in counts.items() if count >= MAX_UNREAD}:
-            self._read(long)
+            self._store_columns(long)
 
     def observe_commits(self, draft: Draft | None, verdicts: list[RowVerdict]) -> None:
         super().observe_commits(draft, verdicts)
@@ -141,10 +150,14 @@ class FeatureDrafter(OwnCacheDrafter):
             tokens += self.text[row][begin : begin + count]
         return on_device(tokens, self.head.device), self.head.read_states(torch.cat(states))
 
-    def _read(self, counts: dict[int, int]) -> dict[int, Tensor]:
+    def _store_columns(self, counts: dict[int, int]) -> None:
+        """Write keys and values of the first unread columns of some rows. They do not depend on the MLP."""
+        self._read(counts, None if self.head.family.unskippable else SkipSet(mlp=frozenset([0])))
+
+    def _read(self, counts: dict[int, int], skip: SkipSet | None = None) -> dict[int, Tensor]:
         """Run the first unread columns of some rows. Returns row -> [d] after its last one."""
         columns = self.head.enter(*self._take(counts))
-        reader, read = ColumnReader(self.head, self.store), dict[int, Tensor]()
+        reader, read = ColumnReader(self.head, self.store, skip), dict[int, Tensor]()
         for (row, _), own in zip(counts.items(), columns.split([*counts.values()]), strict=True):
             reader.add(row, own)
         while reader.waiting:
@@ -160,7 +173,7 @@ class FeatureDrafter(OwnCacheDrafter):
         if older < 0:
             return None
         if older:
-            self._read({row: older})
+            self._store_columns({row: older})
         columns, begin = self.head.enter(*self._take({row: count})), store.length[row]
         store.reserve(begin + count)
         positions = torch.arange(begin, begin + count, device=self.head.device, dtype=torch.int64)[None]
@@ -213,7 +226,7 @@ class FeatureDrafter(OwnCacheDrafter):
         drafts = [count if alive else -1 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
         live = [row for row, count in enumerate(drafts) if count > 0]
         if older := {row: count - 1 for row in live if (count := self._num_unread(row)) > 1}:
-            self._read(older)
+            self._store_columns(older)
         tokens, states = self._take(dict.fromkeys(live, 1))
         inputs, index = self.chain_inputs(drafts, 1, None), on_device(live, self.head.device)
         inputs.roots = tokens.new_zeros(self.view.rows).index_copy(0, index, tokens)
