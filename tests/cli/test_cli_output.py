@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoConfig
 
 import skipstone
 from skipstone.cli import terminal
@@ -20,6 +21,7 @@ from skipstone.cli.runs import TokenPrinter
 from skipstone.decoding.draft import Step
 from skipstone.engines.native import library
 from tests.helpers.commandline import LAYERSKIP, PROMPT, Screen, assert_refused, document, expected, job, program, run, succeed
+from tests.helpers.feature_heads import eagle3_folder
 from tests.helpers.mtp_checkpoints import mtp_checkpoint
 
 
@@ -70,6 +72,12 @@ def test_stats_say_what_the_mtp_layer_takes_unless_it_is_left_out(folder: Path, 
     assert "MTP layer, extra memory: 0.1 MB; --no-mtp leaves it out" in with_layer.stderr.splitlines()
     assert "MTP" not in without.stderr
     assert with_layer.stdout == without.stdout
+
+
+def test_stats_say_what_an_eagle_3_head_takes(folder: Path, tmp_path: Path) -> None:
+    head = eagle3_folder(tmp_path / "head", AutoConfig.from_pretrained(folder))
+    shown = succeed("generate", folder, "--prompt", PROMPT, "--max-new-tokens", 2, "--method", f"eagle3 head={head}", "--stats")
+    assert re.search(r"^EAGLE-3 head, extra memory: 0\.\d MB$", shown.stderr, re.MULTILINE)
 
 
 def test_stats_go_to_stderr_and_agree_with_json(folder: Path) -> None:

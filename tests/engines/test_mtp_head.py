@@ -293,7 +293,9 @@ MISFITS: dict[str, tuple[str, Change]] = {
 def test_a_layer_that_cannot_be_used_is_left_out_with_one_warning(reason: str, tmp_path: Path) -> None:
     kind, change = MISFITS[reason]
     folder, prompt = checkpoint(tmp_path, kind, change=change), families.prompts(1)[0]
-    with pytest.warns(RuntimeWarning, match=rf"^{folder} has an MTP layer that cannot be used \({reason}.*\)$") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=rf"^{folder} has an MTP layer that cannot be used \({reason}.*\): texts are"
+    ) as caught:
         model = skipstone.load(folder)[0]
     assert len([one for one in caught if one.category is RuntimeWarning]) == 1
     target = ModelRunner(model)
@@ -312,7 +314,7 @@ def test_load_reads_the_layer_unless_it_is_not_wanted(tmp_path: Path) -> None:
     assert mtp_notes(target) == [f"MTP layer, extra memory: {head.nbytes / 1e6:.1f} MB; --no-mtp leaves it out"]
     assert attached_mtp(without) is None
     assert mtp_notes(without) == []
-    with pytest.raises(ValueError, match=f"^{folder} was loaded without its MTP layer$"):
+    with pytest.raises(ValueError, match=f"^{folder} was loaded without its MTP layer "):
         load_mtp(without)
 
 

@@ -12,6 +12,7 @@ from skipstone.engines.choose_engine import EngineOptions
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.host_transfer import to_device
 from skipstone.engines.model_runner import ModelRunner, only
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.eagle3 import Eagle3Model, feature_depths, read_files
 from skipstone.models.mapped_config import UnmappableError
 from skipstone.models.vocabularies import COMMIT, vocabulary
@@ -25,6 +26,7 @@ class Eagle3Head(FeatureHead):
         self.depths, self.name = tuple(depths), model.config.name_or_path
         self._vocabulary = target.head.weight.shape[0]
         self.ids: Tensor | None = model._buffers["ids"]
+        self._of_target = target.model.get_input_embeddings().weight, target.head.weight
 
     def read_states(self, states: Tensor) -> Tensor:
         """The features of the paper's section 3.1: the states of a low, a middle and a high layer become one by `fc`."""
@@ -43,6 +45,14 @@ class Eagle3Head(FeatureHead):
     def feed_back(self, hidden: Tensor) -> Tensor:
         """The state before the final norm, or after it if the head was trained so (`norm_output`)."""
         return self.normed(hidden) if self.model.norm_output else hidden
+
+    @property
+    def nbytes(self) -> int:
+        """As in `FeatureHead`. The native engine packs all matrices, those of the target as well."""
+        embedding = self.model.get_input_embeddings().weight
+        if isinstance(self.engine, NativeEngine):
+            return self.engine.nbytes + embedding.nbytes * self.model.owns_embedding
+        return sum(one.nbytes for one in self.model.parameters() if not any(one is other for other in self._of_target))
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32; -inf for ids that the head does not draft."""
@@ -90,17 +100,22 @@ def _expect_target(name: str, files: Any, target: ModelRunner, depths: Sequence[
     size = files.setting("target_hidden_size") or files.layer_config.get("hidden_size")
     wrong = f"the head {name} was trained for another model than {of_target}: "
     if size != target.config.hidden_size:
-        raise ValueError(f"{wrong}it reads states of {size} numbers, and the model has {target.config.hidden_size}")
+        raise ValueError(f"{wrong}it reads hidden states of size {size}, and the model's have {target.config.hidden_size}")
     if any(not 1 <= depth <= target.depth for depth in depths):
-        raise ValueError(f"{wrong}it reads the states after layers {', '.join(map(str, depths))} of {target.depth}")
+        named = f"reads the states after layers {', '.join(map(str, depths))}, and the model has layers 1 to {target.depth}"
+        raise ValueError(f"the head {name} {named}: feature_layers names others")
+    fc = files.tensors.get("fc.weight")
+    if fc is not None and fc.shape[1] != len(depths) * size:
+        named = f"and its config or feature_layers names {len(depths)}"
+        raise ValueError(f"the head {name} reads the states of {fc.shape[1] / size:g} layers, {named}")
     tokens = target.head.weight.shape[0]
     if files.ids is not None and int(files.ids.max()) >= tokens:
         raise ValueError(f"{wrong}it drafts the token {int(files.ids.max())}, and the model has {tokens}")
     ids = vocabulary(str(files.folder)), vocabulary(of_target, getattr(target.config, COMMIT, None))
     if None not in ids and ids[0] != ids[1]:
         raise ValueError(f"{wrong}their tokenizers have different vocabularies")
-    for name in ("model.embed_tokens.weight", *["lm_head.weight"] * (files.ids is None)):
-        own = files.tensors.get(name)
+    for matrix in ("embed_tokens.weight", *["lm_head.weight"] * (files.ids is None)):
+        own = files.tensors.get(matrix)
         if own is not None and abs(len(own) - tokens) >= MAX_PADDING:
             raise ValueError(f"{wrong}it has {len(own)} tokens, and the model {tokens}")
 

@@ -44,6 +44,11 @@ class FeatureHead(ModelRunner):
         return [weight for weight in self.model.parameters() if weight is not embedding]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of memory that its weights take in addition to the target's."""
+        raise NotImplementedError
+
+    @property
     def state_size(self) -> int:
         """d, as above."""
         return self.head.weight.shape[1]

@@ -56,7 +56,7 @@ class MtpHead(FeatureHead):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights that the target does not have anyway."""
+        """As in `FeatureHead`."""
         return self.layer.nbytes
 
 
@@ -68,7 +68,7 @@ def attach_mtp(model: Any, wanted: bool = True) -> None:
 
     def read() -> MtpLayer | str:
         if not wanted:
-            return "was loaded without its MTP layer"
+            return "was loaded without its MTP layer (mtp=False or --no-mtp)"
         try:
             return _read(model)
         except NoMtpError as reason:
@@ -76,7 +76,8 @@ def attach_mtp(model: Any, wanted: bool = True) -> None:
         except FileNotFoundError:
             return "was loaded from files without an MTP layer"
         except Exception as error:  # the model decodes without its MTP layer, too
-            warnings.warn(f"{model.config.name_or_path} {error}", RuntimeWarning, stacklevel=4)
+            remedy = "texts are the same without it, and mtp=False or --no-mtp leaves it out"
+            warnings.warn(f"{model.config.name_or_path} {error}: {remedy}", RuntimeWarning, stacklevel=4)
             return str(error)
 
     _LAYERS.get(model, "mtp", read)

@@ -58,6 +58,9 @@ class Eagle3(FeatureMethod):
         key = *own, str(target.device), target.engine_options.for_drafts
         return _LOADED.get(target.model, key, lambda: self._load(target))
 
+    def notes(self, model: ModelRunner) -> list[str]:
+        return [f"EAGLE-3 head, extra memory: {self.head_for(model).nbytes / 1e6:.1f} MB"]
+
     @setup_work("draft head")
     def _load(self, target: ModelRunner) -> Eagle3Head:
         assert self.head is not None

@@ -6,14 +6,16 @@ from its tensors; its config only says what they do not show.
 
 import json
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from skipstone.models.families import Family
@@ -22,16 +24,9 @@ from skipstone.models.mapped_config import MappedConfig, UnmappableError
 from skipstone.models.mapped_model import Embedding, Linear, MappedModel, Part, RotaryPhases
 
 CONFIG, SINGLE, INDEX, PICKLED = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
-LAYER = "model.layers.0"
 SPECULATORS = "speculators_model_type"
 """Key of a config in the layout of `speculators`."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-RENAMED = (
-    (re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\."), f"{LAYER}."),
-    (re.compile(r"^(?:model\.)?(embed_tokens|norm)\."), r"model.\1."),
-    (re.compile(r"^model\.(fc|fc_norm|input_norm|lm_head)\b"), r"\1"),
-)
-"""Names of tensors in the two layouts, and the names in `Eagle3Model`."""
 OTHERS = {
     "a Medusa head": r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?weight$|^medusa",
     "a P-EAGLE head": r"(^|\.)mask_hidden$",
@@ -67,6 +62,11 @@ class HeadFiles:
         return SPECULATORS in self.config or "speculators_config" in self.config
 
     @property
+    def layer(self) -> str:
+        """What the names of the layer's tensors begin with: "midlayer" in EAGLE's layout."""
+        return "layers.0" if any(name.startswith("layers.0.") for name in self.tensors) else "midlayer"
+
+    @property
     def layer_config(self) -> Mapping[str, Any]:
         """The part of the config with the sizes of the layer."""
         return self.config.get("transformer_layer_config", self.config)
@@ -98,20 +98,16 @@ def read_files(name: str | Path) -> HeadFiles:
     """Read a head's folder or hub id. OSError for missing files, ValueError for anything that is no EAGLE-3 head of one
     layer."""
     folder = _folder_of(name)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    with _naming(name, CONFIG):
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    tensors = HeadTensors({key.removeprefix("model."): tensor for key, tensor in _tensors_of(folder, name).items()})
     if not isinstance(config, dict):
         raise ValueError(f"the config.json of {name} is no object of settings")
     if config.get("quantization_config") is not None:
-        raise ValueError(f"the head {name} is quantised: skipstone quantises heads itself (head_quantize)")
-    tensors = _tensors_of(folder)
+        raise ValueError(f"the head {name} is quantised: name the one in full precision, which head_quantize can quantise")
     _expect_eagle3(name, config, tensors)
     t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
-    renamed = HeadTensors()
-    for key, tensor in tensors.items():
-        for pattern, replacement in RENAMED:
-            key = pattern.sub(replacement, key)
-        renamed[key] = tensor
-    return HeadFiles(str(name), folder, config, renamed, _ids(str(name), renamed, d2t, t2d))
+    return HeadFiles(str(name), folder, config, tensors, _ids(str(name), tensors, d2t, t2d))
 
 
 def _folder_of(name: str | Path) -> Path:
@@ -127,17 +123,31 @@ def _folder_of(name: str | Path) -> Path:
     return fetch(str(name), CONFIG, PICKLED)
 
 
-def _tensors_of(folder: Path) -> dict[str, Tensor]:
+@contextmanager
+def _naming(name: str | Path, file: str) -> Iterator[None]:
+    """Make a ValueError of errors that a damaged file of a head causes."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"the head {name} has a damaged {file}, get it again: {error}") from error
+
+
+def _tensors_of(folder: Path, name: str | Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    if (folder / SINGLE).exists():
-        return load_file(folder / SINGLE)
-    if (folder / INDEX).exists():
-        files = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        return {key: tensor for file in dict.fromkeys(files) for key, tensor in load_file(folder / file).items()}
-    if (folder / PICKLED).exists():
-        return torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=True)
-    raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {PICKLED}")
+    files, tensors = [SINGLE], dict[str, Tensor]()
+    if not (folder / SINGLE).exists() and (folder / INDEX).exists():
+        with _naming(name, INDEX):
+            files = dict.fromkeys(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    elif not (folder / SINGLE).exists() and (folder / PICKLED).exists():
+        with _naming(name, PICKLED):
+            return torch.load(folder / PICKLED, map_location="cpu", weights_only=True, mmap=True)
+    elif not (folder / SINGLE).exists():
+        raise FileNotFoundError(f"{folder} has neither {SINGLE} nor {PICKLED}")
+    for file in files:
+        with _naming(name, file):
+            tensors |= load_file(folder / file)
+    return tensors
 
 
 def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -145,11 +155,10 @@ def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping
     own = [config.get(SPECULATORS), config.get("model_type"), *(config.get("architectures") or ())]
     types = [str(one).lower() for one in own if one]
     kind = next((kind for pattern, kind in OTHER_KINDS.items() if any(re.search(pattern, one) for one in types)), None)
-    names = [name.removeprefix("model.") for name in tensors]
     for other, pattern in OTHERS.items():
-        kind = kind or (other if any(re.search(pattern, one) for one in names) else None)
-    if kind is None and not any(one.endswith(".hidden_norm.weight") for one in names):
-        kind = "an EAGLE-1 or EAGLE-2 head" if "fc.weight" in names else "no head that drafts"
+        kind = kind or (other if any(re.search(pattern, one) for one in tensors) else None)
+    if kind is None and not any(one.endswith(".hidden_norm.weight") for one in tensors):
+        kind = "an EAGLE-1 or EAGLE-2 head" if "fc.weight" in tensors else "no head that drafts"
     if kind is None and (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         kind = "an EAGLE-3 head that reads the last state only (use_aux_hidden_state is false)"
     if kind is not None:
@@ -161,8 +170,10 @@ def _ids(name: str, tensors: HeadTensors, d2t: Tensor | None, t2d: Tensor | None
     head = tensors.get("lm_head.weight")
     if d2t is None:
         return None
-    if head is None or len(d2t) != len(head):
-        raise ValueError(f"the head {name} has d2t of {len(d2t)} tokens, and {0 if head is None else len(head)} logits")
+    if head is None:
+        raise ValueError(f"the head {name} lacks lm_head.weight, and d2t says that it has logits of its own")
+    if len(d2t) != len(head):
+        raise ValueError(f"the head {name} has a d2t of {len(d2t)} tokens and an lm_head.weight of {len(head)}")
     ids = d2t.long() + torch.arange(len(d2t), dtype=torch.int64, device="cpu")
     if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
         raise ValueError(f"the head {name} has a d2t and a t2d that name different tokens")
@@ -233,7 +244,7 @@ class Eagle3Model(MappedModel):
         """target: a `DecoderModel`, whose embedding and LM head are used if the files have none. num_states: E. The others
         replace settings of the files. UnmappableError, the end of a sentence about the head, for what does not fit."""
         self._files, self._target, self._num_states = files, target, num_states
-        self.owns_embedding = "model.embed_tokens.weight" in files.tensors
+        self.owns_embedding = "embed_tokens.weight" in files.tensors
         self._norm_before_residual = _norm_before_residual(files) if norm_before_residual is None else norm_before_residual
         self.norm_output = bool(files.setting("norm_output", False) if norm_output is None else norm_output)
         dtypes = {one.dtype for one in files.tensors.values() if one.is_floating_point()}
@@ -256,9 +267,9 @@ class Eagle3Model(MappedModel):
     def _build(self, config: MappedConfig) -> None:
         target, width, states = self._target, self._target.config.hidden_size, self._num_states
         decoder: Any = Part()
-        decoder.embed_tokens = self._shared("model.embed_tokens", target.model.get_input_embeddings().weight, Embedding)
-        decoder.layers = nn.ModuleList([self._layer(LAYER, 0)])
-        decoder.norm, decoder.rotary_emb = self._norm("model.norm", config.hidden_size), RotaryPhases(config)
+        decoder.embed_tokens = self._shared("embed_tokens", target.model.get_input_embeddings().weight, Embedding)
+        decoder.layers = nn.ModuleList([self._layer(self._files.layer, 0)])
+        decoder.norm, decoder.rotary_emb = self._norm("norm", config.hidden_size), RotaryPhases(config)
         self.model, self.lm_head = decoder, self._shared("lm_head", target.head.weight, Linear)
         self.fc = self._linear("fc", config.hidden_size, states * width)
         numbers = range(states) if "fc_norm.0.weight" in self.files or self._files.setting("fc_norm") else ()
@@ -314,11 +325,12 @@ def _layer_values(files: HeadFiles, target: Any) -> dict[str, Any]:
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
     names += ("hidden_act", "rope_theta", "rope_scaling", "rope_parameters")
     values = {name: given[name] for name in names if given.get(name) is not None}
-    biases = {part for part in ("q_proj", "o_proj") if f"{LAYER}.self_attn.{part}.bias" in tensors}
-    kind = "qwen3" if f"{LAYER}.self_attn.q_norm.weight" in tensors else "qwen2" if biases == {"q_proj"} else "llama"
+    attention = f"{files.layer}.self_attn"
+    biases = {part for part in ("q_proj", "o_proj") if f"{attention}.{part}.bias" in tensors}
+    kind = "qwen3" if f"{attention}.q_norm.weight" in tensors else "qwen2" if biases == {"q_proj"} else "llama"
     values |= {"model_type": kind, "num_hidden_layers": 1, "max_position_embeddings": target.max_positions}
     values |= {"vocab_size": target.head.weight.shape[0], "attention_bias": bool(biases)}
-    return values | {"mlp_bias": f"{LAYER}.mlp.gate_proj.bias" in tensors}
+    return values | {"mlp_bias": f"{files.layer}.mlp.gate_proj.bias" in tensors}
 
 
 def feature_depths(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
