@@ -13,6 +13,7 @@ from skipstone.engines.eager import linear
 from skipstone.hf import api
 from skipstone.hf.generate_call import prepare_call
 from tests.helpers import families
+from tests.helpers.conformance import eagle3_head
 from tests.helpers.support import assert_same_texts, decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,6 +28,7 @@ METHODS = [
     skipstone.Swift(0.5, 4, context_window=6, draft_vocabulary=60),
     skipstone.Speculative(None, 4, draft_vocabulary=60),
     skipstone.Swift(0.5, 4, context_window=6),
+    skipstone.Eagle3(num_speculative_tokens=4),
     skipstone.PromptLookup(),
     skipstone.Jacobi(5),
     skipstone.Lookahead(3, 3, 3),
@@ -46,7 +48,9 @@ WAITING = [
 
 
 def paired(method: skipstone.Method, device: str = "cuda") -> skipstone.Method:
-    """With a draft model on a device, where the method wants one."""
+    """With a draft model on a device or with a head, where the method wants one."""
+    if isinstance(method, skipstone.Eagle3):
+        return replace(method, head=eagle3_head("llama"))
     second = any(field.name == "draft_model" for field in fields(method))
     return replace(method, draft_model=families.build("llama").to(device)) if second else method  # type: ignore[call-arg]
 

@@ -13,12 +13,13 @@ import skipstone
 from skipstone.decoding.method import Method
 from skipstone.methods.drafting.chain import CHECK_EVERY
 from tests.helpers import families
+from tests.helpers.conformance import eagle3_head
 from tests.helpers.pairwise import slow_except
 from tests.helpers.pretended import DEVICE_ROWS, Pretended, pretended
 
 DRAFTS = 5  # one more than a chain drafts before it looks whether every row has stopped
 VARIANTS = ["layerskip, confident", "layerskip, some tokens", "speculative, confident", "adasd, some tokens"]
-METHODS = [name for name, row in DEVICE_ROWS.items() if not row.variant]
+METHODS = [name for name, row in DEVICE_ROWS.items() if not row.variant and row.families is None]
 
 
 def more_waits(method: Method) -> Callable[[skipstone.Step, int], int] | None:
@@ -42,8 +43,9 @@ class Run:
 
 
 def run(models: list[PreTrainedModel], method: Method, rows: int, sampled: bool, device: Pretended | None = None) -> Run:
-    if any(field.name == "draft_model" for field in fields(method)):
-        method = replace(method, draft_model=models[1])  # type: ignore[call-arg]
+    settings = {"draft_model": models[1], "head": eagle3_head("llama"), "feature_layers": (1, 2, 3)}
+    names = {field.name for field in fields(method)} & {*settings}
+    method = replace(method, **{name: settings[name] for name in names})
     runner = skipstone.ModelRunner(models[0], "eager")
     method.check(runner)
     session: Any = method.start(runner, rows, 64)
@@ -72,7 +74,7 @@ IN_LISTS = {"falcon": 2, "falcon_new": 2}
 """Transformers indexes with lists ([-1], [-2]) in these families. A GPU waits for that: how often in each layer."""
 LLAMA = [("llama", *cell) for cell in product([*METHODS, *VARIANTS], (4, 1), (False, True))]
 OTHERS = [(family, "early_exit", 4, False) for family in families.NAMES if family != "llama"]
-FAST = [("llama", "layerskip", 4, True)]
+FAST = [("llama", "layerskip", 4, True), ("llama", "eagle3", 4, False)]
 
 
 @pytest.mark.parametrize(

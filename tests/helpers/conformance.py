@@ -63,11 +63,10 @@ def eagle3_head(family: str) -> str:
     return str(eagle3_folder(folder, families.cached(family).config.get_text_config(), embedding="own"))
 
 
-@functools.cache
-def give_mtp_layer(family: str) -> None:
-    """Save a family's model with a random MTP layer, and name that folder in its config."""
-    model = families.cached(family)
-    model.config.name_or_path = str(add_mtp_layers(Path(tempfile.mkdtemp(dir=HEADS.name)), model, MtpOptions()))
+def give_mtp_layer(model: PreTrainedModel) -> None:
+    """Save a model with a random MTP layer, and name that folder in its config."""
+    if not model.config.name_or_path:
+        model.config.name_or_path = str(add_mtp_layers(Path(tempfile.mkdtemp(dir=HEADS.name)), model, MtpOptions()))
 
 
 HEADS = tempfile.TemporaryDirectory()  # deleted at the end of the process
@@ -100,7 +99,7 @@ class Row:
         method = self.make(drafts, rule)
         names = {field.name for field in fields(method)}
         if isinstance(method, Mtp):
-            give_mtp_layer(family)
+            give_mtp_layer(families.cached(family))
         if "head" in names:
             return replace(method, head=eagle3_head(family))  # type: ignore[call-arg]
         return replace(method, draft_model=self.second(family)) if "draft_model" in names else method  # type: ignore[call-arg]
