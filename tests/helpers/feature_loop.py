@@ -151,7 +151,7 @@ def record(
 
 
 class Expected:
-    """Logits of a reference for drafts after texts of a target. depths: numbers of layers whose states an EAGLE-3 head reads."""
+    """Logits of a reference for drafts after texts of a target. depths: of the states that an EAGLE-3 head reads."""
 
     def __init__(self, model: Any, reference: HeadReference, depths: Sequence[int] = ()) -> None:
         self.model, self.reference, self.depths = model, reference, [*depths]
@@ -192,5 +192,3 @@ def of_eagle3(model: Any, folder: Any, depths: Sequence[int]) -> Expected:
     """The reference of an EAGLE-3 head's folder. depths: of the states that it reads."""
     head: Any = model.get_output_embeddings()
     return Expected(model, Eagle3Reference(folder, model.get_input_embeddings().weight, head.weight), depths)
-
-

@@ -5,15 +5,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
-import skipstone
-from skipstone import Autoregressive, Eagle3, Sampling
+from skipstone import Autoregressive, Eagle3, Request, Sampling
+from skipstone.engines import eagle3_head
+from skipstone.engines.eagle3_head import Eagle3Head, load_eagle3
+from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native import library
 from skipstone.models.eagle3 import feature_depths, read_files
-from tests.helpers import families, feature_loop
+from skipstone.models.passes import Pass
+from tests.helpers import families, machine, planted
+from tests.helpers.enumeration import VOCAB, Pushing, proves
 from tests.helpers.feature_heads import LLAMA3_ROPE, eagle3_folder
-from tests.helpers.feature_loop import DraftRecord, Run, finish, of_eagle3, record, requests, start
+from tests.helpers.feature_loop import DraftRecord, Run, finish, of_eagle3, prompts, record, requests, start
+from tests.helpers.feature_references import speculators_oracles
 from tests.helpers.native import NATIVE_ONLY
+from tests.helpers.pairwise import round_robin, slow_except
+from tests.helpers.right_heads import right_pair
 
 LAYERS, DRAFTS = 8, 3
 DEPTHS = (2, 4, 5)
@@ -111,7 +121,159 @@ def test_settings_replace_those_of_the_files(setting: str, model: Any, plain: An
         of_eagle3(model, given, DEPTHS).assert_logits(run.records)
 
 
-SAMPLED = Sampling(temperature=1.3, seed=5)
+RULES: dict[str, tuple[dict[str, Any], Sampling]] = {
+    "greedy": ({}, Sampling()),
+    "standard": ({}, Sampling(temperature=1.0, seed=4)),
+    "coupled": ({"rejection_sample_method": "coupled"}, Sampling(temperature=1.0, seed=4)),
+}
+ENGINES = [
+    "eager",
+    pytest.param("native", marks=pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))),
+]
+
+
+@round_robin(
+    rule=RULES, engine=ENGINES, options=[{"draft_vocab": None}, {"norm_before_residual": True, "layout": "speculators"}, {}]
+)
+def test_drafts_of_a_right_head_are_accepted_at_every_depth(
+    rule: str, engine: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """With noise on the head's logits, some are rejected."""
+    (settings, sampling), runs = RULES[rule], list[Run]()
+    for noise in (0.0, 0.4):
+        target, folder = right_pair(tmp_path / str(noise), noise=noise, **options)
+        asked = [Request(prompt, 60, sampling=sampling) for prompt in prompts()]
+        method = Eagle3(str(folder), num_speculative_tokens=4, **settings)
+        runs.append(finish(start(method, ModelRunner(target, engine), asked), asked))
+    right, noisy = runs[0].acceptance(), runs[1].accepted / runs[1].drafted
+    assert len(right) == 4
+    assert min(right) > (0.999 if rule == "greedy" else 0.9), right
+    assert 0 < noisy < 0.7
+
+
+TEXTS: dict[str, tuple[Sampling, Any]] = {
+    "greedy": (Sampling(), "standard"),
+    "coupled": (Sampling(temperature=1.2, seed=8), "coupled"),
+    "coupled, trimmed": (Sampling(temperature=1.2, top_k=8, top_p=0.9, seed=8), "coupled"),
+}
+
+
+@round_robin(name=TEXTS, engine=ENGINES, decodes_during_prefill=[False, True], chunk=[16, 5])
+def test_texts_are_those_of_plain_decoding(
+    name: str, engine: str, decodes_during_prefill: bool, chunk: int, tmp_path: Path
+) -> None:
+    sampling, rule = TEXTS[name]
+    target, folder = right_pair(tmp_path, noise=0.3)
+    runner, asked = ModelRunner(target, engine), [Request(one, 40 + len(one) % 7, sampling=sampling) for one in prompts()]
+    plain = finish(start(Autoregressive(), runner, asked), asked)
+    method: Any = Eagle3(str(folder), num_speculative_tokens=4, rejection_sample_method=rule)
+    run = finish(start(method, runner, asked, chunk, decodes_during_prefill=decodes_during_prefill), asked)
+    assert run.texts == plain.texts
+    assert 0 < run.accepted < run.drafted
+
+
+def test_a_text_may_fill_the_session(tmp_path: Path) -> None:
+    target, folder = right_pair(tmp_path)
+    asked = [Request(one, 512 - len(one)) for one in prompts((480, 500))]
+    for engine in ("eager", "native") if library.missing() is None else ("eager",):
+        runner = ModelRunner(target, engine)
+        plain = finish(start(Autoregressive(), runner, asked), asked)
+        assert finish(start(Eagle3(str(folder)), runner, asked), asked).texts == plain.texts
+
+
+def coupled_acceptance(p: Tensor, q: Tensor) -> float:
+    """Probability that Gumbel-max draws on the same noise agree: sum_i 1 / sum_j max(p_j / p_i, q_j / q_i). p, q: [V]."""
+    ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
+    return float((1 / ratios.sum(-1)).nan_to_num(0.0).sum())
+
+
+def test_coupled_drafts_are_accepted_as_often_as_theory_says(tmp_path: Path) -> None:
+    """Draws of the target and of a head with its own vocabulary share the noise of each target token."""
+    rows, prompt = 400, prompts((4,))[0]
+    target, folder = right_pair(tmp_path, noise=0.5, sharpness=0.5)
+    asked = [Request(prompt, 3, sampling=Sampling(temperature=1.0, seed=seed)) for seed in range(rows)]
+    method = Eagle3(str(folder), num_speculative_tokens=1, rejection_sample_method="coupled")
+    run = finish(start(method, ModelRunner(target, "eager"), asked), asked)
+    expected, chances = of_eagle3(target, folder, DEPTHS), dict[int, float]()
+    for first in {text[4] for text in run.texts}:
+        text = [*prompt.tolist(), first]
+        p = target(torch.tensor([text])).logits[0, -1].double().softmax(-1)
+        q = expected.logits(DraftRecord(0, text, [], [torch.empty(0)]))[0].softmax(-1)
+        assert bool((q == 0).any())
+        chances[first] = coupled_acceptance(p, q)
+    drafted = [step for step in run.steps if any(step.drafted)]
+    known = torch.tensor([chances[text[4]] for text in run.texts])
+    spread = float((known * (1 - known)).sum().sqrt())
+    assert drafted[0].drafted == [1] * rows
+    assert 0.2 * rows < float(known.sum()) < 0.8 * rows
+    assert abs(sum(drafted[0].accepted) - float(known.sum())) < 5 * spread
+
+
+class Head64(Eagle3Head):
+    """Its logits are float64, so that laws are exact."""
+
+    def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
+        return super().project(normed, head, shortlist).double()
+
+
+LAWS: dict[str, tuple[dict[str, Any], set[tuple[int, int]]]] = {
+    "plain": ({}, {(2, 0), (2, 1), (2, 2), (1, 0), (1, 1)}),
+    "short": ({"new": 3}, {(1, 0), (1, 1)}),
+    "warpers": (
+        {"warpers": [TemperatureLogitsWarper(0.75), TopKLogitsWarper(2)], "temperature": 0.75, "top_k": 2},
+        {(2, 0), (2, 1)},
+    ),
+    "processors": ({"processors": [RepetitionPenaltyLogitsProcessor(1.7), Pushing()]}, {(2, 0), (2, 1)}),
+    "native": ({"native": True}, {(2, 0), (2, 1), (2, 2)}),
+}
+
+
+def law(folder: Path, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> Any:
+    """The exact law of a text whose drafts never are the last of three tokens. Returns drafted and accepted counts."""
+    patch.setattr(eagle3_head, "Eagle3Head", Head64)
+    target: Any = machine.llama(vocab=VOCAB, hidden=8, layers=4, head=2.0, seed=2)
+    target = target if settings.get("native") else target.double()
+    options: Any = {"draft_vocab": 2, "seed": 3, "dtype": torch.float32 if settings.get("native") else torch.float64}
+    eagle3_folder(folder, target.config, **options)
+    return proves(target, Eagle3(str(folder), num_speculative_tokens=2, feature_layers=(1, 2, 4)), **settings)
+
+
+@pytest.mark.parametrize("name", slow_except(["short", "plain", "native"], LAWS))
+def test_the_law_is_exact_with_a_vocabulary_of_its_own(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leviathan's rule with a q that is zero for tokens that the target may say."""
+    settings, steps = LAWS[name]
+    if settings.get("native") and library.missing() is not None:
+        pytest.skip(str(library.missing()))
+    assert steps <= set(law(tmp_path, settings, monkeypatch).steps)
+
+
+def test_a_residual_without_q_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.assert_found(planted.recovered_from_p, lambda: law(tmp_path, {"new": 3}, monkeypatch), monkeypatch)
+
+
+@pytest.mark.parametrize("name", slow_except(["llama"], speculators_oracles()))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_heads_that_speculators_saved_have_its_logits(name: str, engine: str) -> None:
+    oracle = speculators_oracles()[name]
+    target = ModelRunner(machine.llama(vocab=40, hidden=16, layers=8), engine)
+    head = load_eagle3(oracle.folder, target)
+    columns, depths = len(oracle.states), oracle.logits.shape[1]
+    states = head.read_states(oracle.states.float())
+    for column in range(columns):
+        store, hidden, tokens, first = KVCache(1, 1, 64), states[None, : column + 1], oracle.tokens[None, 1 : column + 2], 0
+        store.reserve(64)
+        for depth in range(depths):
+            stop = first + tokens.shape[1]
+            positions = torch.arange(first, stop)[None]
+            at = Pass(positions, positions, None, slice(0, 1), stop, first)
+            with torch.inference_mode():
+                hidden = head.run(head.enter(tokens, hidden), at, store, range(1))[:, -1:]
+                logits = head.logits(hidden)[0, 0]
+                hidden = head.feed_back(hidden)
+            drafted = torch.arange(40) if head.ids is None else head.ids
+            torch.testing.assert_close(logits[drafted].double(), oracle.logits[column, depth], rtol=0, atol=2e-4)
+            assert int(logits.isfinite().sum()) == len(drafted)
+            tokens, first = oracle.drafts[column, depth : depth + 1][None], stop
 
 
 class TestNative:
@@ -120,9 +282,7 @@ class TestNative:
     pytestmark = NATIVE_ONLY
 
     @pytest.mark.parametrize("name", LAYOUTS)
-    def test_logits_at_every_depth_are_those_of_the_reference(
-        self, name: str, model: Any, plain: Any, tmp_path: Path
-    ) -> None:
+    def test_logits_at_every_depth_are_those_of_the_reference(self, name: str, model: Any, plain: Any, tmp_path: Path) -> None:
         folder = eagle3_folder(tmp_path, model.config, **LAYOUTS[name])
         method = Eagle3(str(folder), num_speculative_tokens=DRAFTS)
         runner = ModelRunner(model, "native")
@@ -160,3 +320,44 @@ class TestNative:
             deep += len(one.tokens) == DRAFTS
         assert len(records) > 40
         assert deep > 10
+
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.2, seed=8)], ids=["greedy", "sampled"])
+    def test_logits_of_a_ragged_batch_have_the_bits_of_each_row_alone(self, sampling: Sampling, tmp_path: Path) -> None:
+        target, folder = right_pair(tmp_path, noise=0.3)
+        runner, method = (
+            ModelRunner(target, "native"),
+            Eagle3(str(folder), num_speculative_tokens=4, rejection_sample_method="coupled"),
+        )
+        asked = [Request(one, 30, sampling=sampling) for one in prompts()]
+        batch = record(method, runner, asked)
+        for row, request in enumerate(asked):
+            alone, own = record(method, runner, [request]), {len(one.text): one for one in batch.records if one.row == row}
+            assert alone.texts[0] == batch.texts[row]
+            assert len(alone.records) > 5
+            for theirs in alone.records:
+                mine, count = own[len(theirs.text)], len(theirs.logits)  # in a batch it may read its last draft, too
+                assert (mine.text, mine.tokens[: count - 1]) == (theirs.text, theirs.tokens[: count - 1])
+                assert len(mine.logits) >= count
+                assert all(map(torch.equal, mine.logits[:count], theirs.logits))
+
+    def test_one_call_has_the_bits_of_single_tokens(self, tmp_path: Path) -> None:
+        """Confidences stop drafts, so that chains are ragged."""
+        target, folder = right_pair(tmp_path, noise=0.3)
+        method = Eagle3(str(folder), num_speculative_tokens=5, confidence_threshold=0.5)
+        runner, asked = ModelRunner(target, "native"), requests(new=(60, 50, 40))
+        one_call, singly = start(method, runner, asked), start(method, runner, asked)
+        patched: Any = singly.session.drafter
+        patched.draft_in_one_call = lambda *_: None
+        lengths = set[int]()
+        while singly.busy:
+            step, other = one_call.step(), singly.step()
+            assert (step.tokens, step.drafted, step.accepted) == (other.tokens, other.drafted, other.accepted)
+            lengths |= {*step.drafted}
+            for row, alive in enumerate(singly.session.alive):
+                stores: Any = [loop.session.drafter.caches[0][1] for loop in (one_call, singly)]  # type: ignore[attr-defined]
+                count = stores[0].length[row]
+                assert count == stores[1].length[row]
+                if alive and count:
+                    first, second = ([one.keys[0][row, :, :count], one.values[0][row, :, :count]] for one in stores)
+                    assert all(map(torch.equal, first, second))
+        assert {0, 1, 5} <= lengths

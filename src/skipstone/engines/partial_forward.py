@@ -249,6 +249,8 @@ class PartialForward:
                 self.valid &= self._alive
         self.passes += [(0, inputs.layers, 1)] * (width - 1 + inputs.keep_states)
         self._reached = [inputs.layers if inputs.keep_states else 0] * width
+        if inputs.keep_states:
+            self._record(inputs.layers, slice(0, width), None, self.hidden)
         return chain
 
     def draft_with_all_layers(self, inputs: ChainInputs) -> ChainOutputs | None:
