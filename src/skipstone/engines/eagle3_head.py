@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.engines.choose_engine import EngineOptions
+from skipstone.engines.choose_engine import EngineOptions, lend_panels
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.host_transfer import to_device
 from skipstone.engines.model_runner import ModelRunner, only
@@ -89,6 +89,7 @@ def load_eagle3(
             model.to(target.device)
         if quantize is not None or options.engine == "compiled":
             options = replace(options, engine="native" if quantize else "eager", quantize=quantize or options.quantize)
+        lend_panels(model, target.engine)
         return Eagle3Head(model, target, depths, options)
     except (UnmappableError, ValueError) as error:
         raise ValueError(f"the head {name} {error}") from error

@@ -77,8 +77,8 @@ class NativeEngine(Engine):
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """rounds_inputs: of products with bfloat16 weights, to bfloat16. same_weights: another engine of the current weights,
-        unquantised like this one's; the two share their panels. cached: the quantised panels. pause: as in `NativeWeights`.
+        """rounds_inputs: of products with bfloat16 weights, to bfloat16. same_weights: another engine of the current weights
+        or of some of them; the two share panels of the same type. cached: the quantised panels. pause: as in `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other

@@ -166,7 +166,8 @@ class NativeWeights:
     files without bringing mapped pages into memory.
     pause: called between pieces of the work, which then takes this thread only.
     rounds_inputs: whether inputs of products with bfloat16 weights are rounded to bfloat16. There may be no such products.
-    shared: `panels` of an engine of the same weights, which are not packed again. panels: by the ids of the model's weights.
+    shared: `panels` of another engine. Weights that have such panels of the right type are not packed again. panels: by the ids
+    of the model's weights.
     """
 
     def __init__(  # noqa: PLR0913
@@ -344,7 +345,7 @@ class NativeWeights:
         kind = self._kind(weight, quantize)
         given_up = weight.source if isinstance(weight, PackedWeight) and isinstance(weight.source, Panels) else None
         panels = given_up or self._shared.get(id(weight))
-        if panels is not None and panels.type != kind and panels.type in QUANTIZED.values():
+        if given_up is not None and given_up.type != kind and given_up.type in QUANTIZED.values():
             raise ValueError(
                 f"quantize={quantize or 'none'!r} needs the weights as they were stored, which this model gave up when it was "
                 "quantised: load it again"
