@@ -46,7 +46,16 @@ for arguments in json.loads(sys.argv[1]):
 print(json.dumps(results))
 """
 VERBS_WITH_A_MODEL = ("chat", "check", "demo", "inspect", "costs", "search", "tune", "serve", "bench run")
-VERBS_WITH_A_METHOD = ("chat", "check", "tune", "serve", "bench run", "generate --prompt x", "batch requests.jsonl out.jsonl")
+VERBS_WITH_A_METHOD = (
+    "chat",
+    "check",
+    "tune",
+    "inspect",
+    "serve",
+    "bench run",
+    "generate --prompt x",
+    "batch requests.jsonl out.jsonl",
+)
 VERBS_WITH_A_METHOD += ("export skipstone-nano out", "bench surrogate llama-3.2-1b")
 MISTAKES: list[tuple[str, str]] = [
     # (arguments, a word of the message)

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 import skipstone
 from skipstone import ExitHeads, ModelRunner
@@ -17,6 +19,8 @@ from skipstone.lab.check.check import Checker
 from skipstone.methods.adadecode.heads import new_card
 from skipstone.methods.auto import saved_profile
 from tests.helpers.commandline import LAYERSKIP, PROMPT, assert_refused, document, run, succeed
+from tests.helpers.feature_heads import eagle3_folder
+from tests.helpers.mtp_checkpoints import mtp_checkpoint
 
 SMALL = ("--num-prompts", 3, "--tune-prompts", 2, "--tune-tokens", 6, "--max-new-tokens", 10, "--ignore-eos")
 METHODS = ("--method", "hf-generate", "--method", "autoregressive", "--method", "layerskip exit_layer=1,2")
@@ -107,6 +111,22 @@ def test_inspect_shows_every_layer_and_says_what_would_pay(folder: Path, tmp_pat
     assert len(result["tokens"]) == len(result["texts"]) == len(result["top_texts"][0]) == 10
     assert result["heads"]["layers"] == [1, 2, 4]
     assert result["heads"]["own"] == result["heads"]["trained"], "a new T is the identity"
+
+
+def test_inspect_says_what_heads_would_bring(folder: Path, tmp_path: Path) -> None:
+    mtp_checkpoint(tmp_path / "mtp", "glm4_moe")
+    for file in folder.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "mtp")
+    head = eagle3_folder(tmp_path / "head", AutoConfig.from_pretrained(tmp_path / "mtp"))
+    look = ("inspect", tmp_path / "mtp", "--prompt", "abc", "--max-new-tokens", 8)
+    eagle3 = ("--method", f"eagle3 head={head} feature_layers=1,2,4")
+    found = document(*look, *eagle3)["feature_heads"]
+    assert [(one["kind"], one["layers"], len(one["accepted"])) for one in found] == [("mtp", [4], 7), ("eagle3", [1, 2, 4], 7)]
+    shown = succeed(*look, *eagle3).stdout
+    assert all(title in shown for title in ("reads layers", "first 1, 2, 3 accepted"))
+    assert "pay" in shown.splitlines()[-1]
+    assert document(*look, "--no-mtp")["feature_heads"] == []
+    assert_refused(run(*look, "--method", "recycle"), "--method takes eagle3 or mtp, found 'recycle'")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ FLAGS = {
         --num-speculative-tokens --picture {MODEL} --seed""",
     "tune": f"""model --prompt --prompts --budget-seconds --method --max-new-tokens --temperature --keep --no-keep
         {GENERATION} --json""",
-    "inspect": f"model --prompt --max-new-tokens --heads --replay --out {MODEL} --json",
+    "inspect": f"model --prompt --max-new-tokens --heads --method --replay --out {MODEL} --json",
     "costs": f"model --batch --draft-model --again {MODEL} --json",
     "demo": "model --json --svg --engine --quantize",
     "serve": f"""model {METHOD} --host --port --api-key --served-model-name --max-num-seqs --max-model-len --max-waiting
