@@ -129,7 +129,8 @@ def finish(loop: DecodingLoop, asked: Sequence[Request], after: Callable[[Decodi
         run.steps.append(loop.step())
         for row, tokens in enumerate(run.steps[-1].tokens):
             run.texts[row] += tokens
-        after(loop)
+        with torch.inference_mode():
+            after(loop)
     return run
 
 

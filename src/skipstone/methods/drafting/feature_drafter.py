@@ -119,7 +119,8 @@ class FeatureDrafter(OwnCacheDrafter):
         self.text[row] = request.prompt.tolist()
 
     def remove_request(self, row: int) -> None:
-        self._kept[row], self.store.length[row] = self.store.length[row], 0
+        self._kept[row] = max(self._kept[row], self.store.length[row])  # a row may be freed twice
+        self.store.length[row] = 0
         self.unread[row].clear()
 
     def observe_features(self, features: dict[int, Tensor]) -> None:
