@@ -48,7 +48,7 @@ class Eagle3Head(FeatureHead):
 
     @property
     def nbytes(self) -> int:
-        """As in `FeatureHead`. The native engine packs all matrices, those of the target as well."""
+        """As in `FeatureHead`. On the native engine: of the panels that it does not share, and of an embedding of its own."""
         embedding = self.model.get_input_embeddings().weight
         if isinstance(self.engine, NativeEngine):
             return self.engine.nbytes + embedding.nbytes * self.model.owns_embedding

@@ -98,7 +98,9 @@ def _chains_pass(roots: Tensor, columns: int, number: int) -> Pass:
     sees = torch.arange(columns, device=roots.device, dtype=torch.int64) <= roots[:, None]  # [m, columns]
     ancestors = torch.cat([sees, own.repeat(1, number)], 1)[None]
     steps = torch.arange(1, number + 1, device=roots.device, dtype=torch.int64)
-    positions = torch.cat([torch.arange(columns, device=roots.device), (roots + steps[:, None]).flatten()])[None]
+    positions = torch.cat([torch.arange(columns, device=roots.device, dtype=torch.int64), (roots + steps[:, None]).flatten()])[
+        None
+    ]
     start, nothing = columns + (number - 1) * places, roots.new_zeros(1)
     slots = torch.arange(start, start + places, device=roots.device, dtype=torch.int64)[None]
     tree = Tree(nothing, ancestors, positions, nothing)
