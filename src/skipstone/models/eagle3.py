@@ -264,6 +264,10 @@ class Eagle3Model(MappedModel):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
+    def stored_values(self) -> Iterator[tuple[str, Tensor]]:
+        """As in `MappedModel`, by the files' names."""
+        return iter(self.files.mapped().items())  # type: ignore[union-attr]
+
     def _build(self, config: MappedConfig) -> None:
         target, width, states = self._target, self._target.config.hidden_size, self._num_states
         decoder: Any = Part()

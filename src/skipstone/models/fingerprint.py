@@ -30,8 +30,7 @@ def fingerprint(model: Any, version: int | None = None) -> str:
 def _hash(model: Any) -> str:
     digest, values = hashlib.sha256(), named_values(model)
     if isinstance(model, MappedModel):
-        stored = model.files.mapped()  # what is read here leaves the memory again
-        values = ((name, stored[name]) for name, _ in model.named_parameters())
+        values = model.stored_values()
     for name, parameter in sorted(stored_tensors(model, values), key=itemgetter(0)):
         flat = parameter.detach().flatten()
         step = max(1, len(flat) // SAMPLED)

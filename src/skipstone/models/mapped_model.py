@@ -4,7 +4,7 @@ The modules and parameters have transformers' names. Nothing here imports transf
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -197,6 +197,11 @@ class MappedModel(nn.Module):
         if not self.files.are_unwritten():
             name = self.config.name_or_path
             raise OverwrittenCheckpointError(f"the checkpoint {name} was overwritten while it was in use: load it again")
+
+    def stored_values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of all weights. What is read here leaves the memory again."""
+        stored = self.files.mapped()
+        return ((name, stored[name]) for name, _ in self.named_parameters())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -248,6 +248,8 @@ class AutoDrafter(Drafter):
         for method in added:
             self._methods.append(method)
             for name, candidate in method.auto_candidates(self.model, *self._size).items():
+                if self._is_bound and candidate.drafter.feature_depths:
+                    continue  # the session has recorded no states for it
                 unique = name if name not in self.candidates else f"{name} ({len(self.candidates)})"
                 self.candidates[unique] = candidate
                 self.learned.add_candidate(unique, candidate)
