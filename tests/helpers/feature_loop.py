@@ -100,7 +100,7 @@ class Run:
         pairs = [pair for step in self.steps for pair in zip(step.drafted, step.accepted, strict=True) if pair[0]]
         deepest = max(drafted for drafted, _ in pairs)
         reached = [[pair for pair in pairs if pair[0] > depth and pair[1] >= depth] for depth in range(deepest)]
-        return [sum(pair[1] > depth for pair in own) / len(own) for depth, own in enumerate(reached)]
+        return [sum(pair[1] > depth for pair in own) / max(len(own), 1) for depth, own in enumerate(reached)]
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, vocab: int = 97, seed: int = 1) -> list[Tensor]:

@@ -36,8 +36,8 @@ def right_pair(path: Path, *, noise: float = 0.0, sharpness: float = 1.0, seed: 
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight.mul_(0.5)
     target.model.embed_tokens.weight.copy_(noisy(97, SIZE).sign())
-    target.model.norm.weight.copy_(1 + 0.3 * noisy(SIZE))
-    target.lm_head.weight.copy_(sharpness * noisy(97, SIZE))
+    target.model.norm.weight.copy_(3 + noisy(SIZE))  # a normed state is three times as large as the state before
+    target.lm_head.weight.copy_(sharpness * noisy(97, SIZE) / 3)
     folder = eagle3_folder(path, target.config, **options)
 
     def become_right(weights: dict[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """EAGLE-3 in the loop: draft logits at every depth are those of the reference, whatever the head's files look like."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from skipstone import Autoregressive, Eagle3, Request, Sampling
+from skipstone.decoding.noise import TARGET
+from skipstone.decoding.sampling import Sampler
 from skipstone.engines import eagle3_head
 from skipstone.engines.eagle3_head import Eagle3Head, load_eagle3
 from skipstone.engines.kv_cache import KVCache
@@ -181,6 +184,18 @@ def test_a_text_may_fill_the_session(tmp_path: Path) -> None:
         assert finish(start(Eagle3(str(folder)), runner, asked), asked).texts == plain.texts
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_at_its_limit_does_not_end_the_drafts_of_others(engine: str, tmp_path: Path) -> None:
+    """The longest row ends first, and fills the session."""
+    target, folder = right_pair(tmp_path)
+    runner = ModelRunner(target, engine)
+    asked = [Request(one, new) for one, new in zip(prompts((60, 3)), (9, 60), strict=True)]
+    plain = finish(start(Autoregressive(), runner, asked), asked)
+    run = record(Eagle3(str(folder), num_speculative_tokens=6), runner, asked)
+    assert run.texts == plain.texts
+    assert any(step.tokens[0] and step.drafted[0] < step.drafted[1] for step in run.steps), "both rows had the same limits"
+
+
 def coupled_acceptance(p: Tensor, q: Tensor) -> float:
     """Probability that Gumbel-max draws on the same noise agree: sum_i 1 / sum_j max(p_j / p_i, q_j / q_i). p, q: [V]."""
     ratios = torch.maximum(p[None, :] / p[:, None], q[None, :] / q[:, None])
@@ -207,6 +222,21 @@ def test_coupled_drafts_are_accepted_as_often_as_theory_says(tmp_path: Path) -> 
     assert drafted[0].drafted == [1] * rows
     assert 0.2 * rows < float(known.sum()) < 0.8 * rows
     assert abs(sum(drafted[0].accepted) - float(known.sum())) < 5 * spread
+
+
+def noise_of_draft_ids(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are drawn with the noise of the head's own ids, which are not the target's."""
+
+    def drawn(self: Sampler, scores: Tensor, position: Tensor, *_: Any) -> tuple[Tensor, None]:
+        ids = scores[0].isfinite().nonzero()[:, 0]
+        return ids[self.noise.draw(scores[:, ids].softmax(-1), position, TARGET)], None
+
+    patch.setattr(Sampler, "drawn", drawn)
+
+
+def test_noise_of_other_ids_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof = partial(test_coupled_drafts_are_accepted_as_often_as_theory_says, tmp_path)
+    planted.assert_found(noise_of_draft_ids, proof, monkeypatch)
 
 
 class Head64(Eagle3Head):

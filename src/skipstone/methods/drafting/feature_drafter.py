@@ -209,8 +209,8 @@ class FeatureDrafter(OwnCacheDrafter):
     def _pass(self, place: int, valid: Tensor | None) -> Pass:
         """The pass over the drafts at one place of their chains. valid: [B, 1] bool, None for all rows that decode."""
         device, rows, alive = self.head.device, self.view.rows, self.view.alive
-        positions = on_device(self._bases, device)[:, None] + place
-        end = max(self._bases) + place + 1
+        end = min(max(self._bases) + place + 1, self.store.limit)  # a row at its limit takes no part in the pass
+        positions = (on_device(self._bases, device)[:, None] + place).clamp(max=end - 1)
         self.store.reserve(end)
         if valid is not None:
             valid = to_device(valid, device)
