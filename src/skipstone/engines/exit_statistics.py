@@ -1,4 +1,4 @@
-"""Hidden states of a model's own forward, and the quality of its exits on given tokens."""
+"""Hidden states after every layer, and the quality of its exits on given tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skipstone.engines.model_runner import ModelRunner
+from skipstone.engines.native.engine import NativeEngine
 from skipstone.models.decoder_model import DecoderModel
-from skipstone.models.mapped_model import MappedModel
 from skipstone.models.torch_defaults import stable_defaults
 
 
@@ -70,9 +70,9 @@ def watched(model: DecoderModel, exits: Iterable[int]) -> Iterator[dict[int, Ten
 
 @torch.inference_mode()
 def layer_states(model: ModelRunner, ids: Tensor) -> list[Tensor]:
-    """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d], by the model's own
-    forward. A mapped model has none, so its engine computes them."""
-    if isinstance(model.model, MappedModel):
+    """[T] int64 -> the inputs of layer 0 and the outputs of every layer, L + 1 tensors [1, T, d]. The native engine computes
+    them itself, because it rounds less than the model's own forward in bfloat16. Others run that forward."""
+    if isinstance(model.engine, NativeEngine):
         return model.read_layers(ids[None], [range(layer, layer + 1) for layer in range(model.depth)])
     exits = range(model.depth + 1)
     with watched(model, exits) as states, stable_defaults():

@@ -28,6 +28,11 @@ def test_the_best_length_and_its_speed_up_by_hand() -> None:
     assert best_length([], 0.5, TIMES) == (0, 1.0)
 
 
+def test_a_pass_over_drafts_takes_a_plain_step_at_least() -> None:
+    """Times are noisy. Drafts that are never accepted must not pay."""
+    assert best_length([0.0], 0.5, PassTimes([1.0] * 9, 1.0, {1: 7.0})) == (1, pytest.approx(10 / 10.5))
+
+
 def expected(reference: HeadReference, states: Tensor, text: Tensor, first: int, num_drafts: int) -> Tensor:
     """By a chain of the head's own drafts from every place. first: the first root."""
     rows = []

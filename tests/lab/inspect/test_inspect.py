@@ -27,6 +27,16 @@ def test_the_last_layer_writes_the_text_and_others_are_models_cut_short(name: st
     assert all(found.top[layer - 2][i] != found.tokens[i] for i, layer in enumerate(found.first) if layer > 1)
 
 
+@pytest.mark.parametrize("engine", ["native", "eager"])
+def test_weights_in_bfloat16_can_be_looked_at(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPSTONE_ENGINE", engine)
+    model = families.build("llama").to(torch.bfloat16)
+    assert ModelRunner(model).engine.name == engine
+    found = look(model, [prompt(9, vocab=50)], 8)
+    assert len(found.tokens) == len(found.top[0]) == 8
+    assert engine == "eager" or found.top[-1] == found.tokens
+
+
 def test_layers_in_between_are_those_of_a_model_cut_there() -> None:
     model, ids = families.build("llama"), prompt(9, vocab=50)
     found = look(model, [ids], 6)

@@ -49,7 +49,7 @@ def forecast(
 
 def best_length(accepted: Sequence[float], draft_step_seconds: float, costs: PassTimes) -> tuple[int, float]:
     """The best draft length and its speed-up. accepted: as in `FeatureHeadForecast`."""
-    scoring = {length + 1: seconds + costs.head for length, seconds in costs.rows.items()}
+    scoring = {length + 1: max(seconds + costs.head, costs.plain) for length, seconds in costs.rows.items()}
     step = StepCosts(costs.plain, draft_step_seconds, scoring.__getitem__)
     lengths = [length for length in costs.rows if length <= len(accepted)]
     speed_up, length = max(((step.speedup(1 + sum(accepted[:one]), one), one) for one in lengths), default=(1.0, 0))
