@@ -81,7 +81,7 @@ class Row:
     learns: the drafter grows better, so that all drafts of a short text may be right. second: makes the draft model for a
     family's. rare: it drafts repeated text, which random models seldom write; test_lookups.py has models that do. decides:
     whether it drafts is decided by the clock; tests/methods/auto has it draft. families: that have what it drafts with; None
-    for all.
+    for all. refused: families that it cannot draft for.
     """
 
     make: Callable[[int, Any], Method]
@@ -94,6 +94,7 @@ class Row:
     rare: bool = False
     decides: bool = False
     families: tuple[str, ...] | None = None
+    refused: tuple[str, ...] = ()
 
     def method(self, family: str, drafts: int, rule: str) -> Method:
         method = self.make(drafts, rule)
@@ -136,7 +137,11 @@ ROWS: dict[str, Row] = {
         lambda d, rule: Speculative(None, d, "confidence", 0.2, rejection_sample_method=rule), variant=True
     ),
     "adasd": Row(lambda d, rule: AdaSD(None, d, relaxed=False, rejection_sample_method=rule)),
-    "eagle3": Row(lambda d, rule: Eagle3(num_speculative_tokens=d, rejection_sample_method=rule), rare=True),
+    "eagle3": Row(
+        lambda d, rule: Eagle3(num_speculative_tokens=d, rejection_sample_method=rule),
+        rare=True,
+        refused=("gemma3n_text", "gemma4_text"),  # their layers read more than one state per token
+    ),
     "mtp": Row(lambda d, rule: Mtp(num_speculative_tokens=d, rejection_sample_method=rule), rare=True, families=MTP_KINDS),
     "prompt_lookup": Row(lambda d, rule: PromptLookup(num_speculative_tokens=d), same_text=("standard",), rare=True),
     "prompt_lookup, first place": Row(

@@ -52,6 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*x the speed of plain decoding:
 def allowed(family: str, methods: Sequence[str]) -> list[str]:
     """The methods that decode a family: states without positions do not allow all of them."""
     fitting = [name for name in methods if (rows := ROWS[name].families) is None or family in rows]
+    fitting = [name for name in fitting if family not in ROWS[name].refused]
     return [name for name in fitting if family not in families.HYBRIDS or not ROWS[name].make(2, "standard").positional]
 
 
@@ -98,6 +99,12 @@ def test_every_method_has_a_row_and_the_lossy_ones_an_oracle() -> None:
     methods = [(row.make(2, "standard"), row) for row in ROWS.values()]
     assert {method.name for method, _ in methods} == set(METHODS)
     assert all(method.lossless == (row.oracle is None) for method, row in methods)
+
+
+@pytest.mark.parametrize(("method", "family"), [(name, family) for name, row in ROWS.items() for family in row.refused])
+def test_families_that_a_method_cannot_draft_for_are_refused(method: str, family: str) -> None:
+    with pytest.raises(ValueError, match=f"{method} reads one hidden state per token, and this {family} model has more"):
+        ROWS[method].method(family, 2, "coupled").check(ModelRunner(families.cached(family)))
 
 
 def test_every_pair_of_values_meets() -> None:
