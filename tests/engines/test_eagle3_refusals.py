@@ -35,8 +35,26 @@ WEIGHTS: dict[str, tuple[Callable[[Weights], Any], str]] = {
     "no LM head": (lambda w: w.pop("lm_head.weight"), r"lacks lm_head\.weight, and d2t says"),
     "d2t too short": (lambda w: w.update(d2t=w["d2t"][1:]), r"has a d2t of 39 tokens and an lm_head\.weight of 40"),
     "d2t off by one": (lambda w: w.update(d2t=w["d2t"] + 1), r"a d2t and a t2d that name different tokens"),
+    "a token twice": (
+        lambda w: (w.pop("t2d"), w["d2t"].__setitem__(5, w["d2t"][4] - 1)),
+        r"a d2t that names a token twice, or one below 0",
+    ),
+    "a token below 0": (lambda w: (w.pop("t2d"), w["d2t"].sub_(99)), r"a d2t that names a token twice, or one below 0"),
+    "a token of no target": (lambda w: (w.pop("t2d"), w["d2t"].add_(99)), r"drafts the token \d+, and the model has 97"),
+    "no d2t": (lambda w: (w.pop("t2d"), w.pop("d2t")), r"lacks d2t: its config says that it drafts 40 of 97 tokens"),
+    "a larger vocabulary": (
+        lambda w: w.update(t2d=torch.cat([w["t2d"], torch.zeros(600, dtype=torch.bool)])),
+        r"trained for another model than the target: it has 697 tokens, and the model 97",
+    ),
+    "another layer": (lambda w: w.update({"layers.1.mlp.up_proj.weight": torch.ones(1)}), r"EAGLE-3 head of several layers"),
     "EAGLE-1": (lambda w: w.pop("midlayer.hidden_norm.weight"), r"is an EAGLE-1 or EAGLE-2 head: skipstone runs EAGLE-3"),
-    "a model": (lambda w: (w.pop("midlayer.hidden_norm.weight"), w.pop("fc.weight")), r"is no head that drafts"),
+    "a model": (
+        lambda w: (
+            *(w.pop("midlayer.hidden_norm.weight"), w.pop("fc.weight")),
+            w.update({"model.layers.1.mlp.up_proj.weight": torch.ones(1)}),
+        ),
+        r"is no head that drafts",
+    ),
     "P-EAGLE": (lambda w: w.update(mask_hidden=torch.ones(1)), r"is a P-EAGLE head"),
     "Medusa": (lambda w: w.update({"0.0.linear.weight": torch.ones(1)}), r"is a Medusa head"),
     "MLA": (lambda w: w.update({"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.ones(1)}), r"latent attention \(MLA\)"),
@@ -55,6 +73,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a window": (lambda c: c.update(layer_types=["sliding_attention"]), r"attends to a sliding window"),
     "quantised": (lambda c: c.update(quantization_config={"bits": 4}), r"is quantised: name the one in full precision"),
     "the last state": (lambda c: c.update(eagle_config={"use_aux_hidden_state": False}), r"reads the last state only"),
+    "a new kind": (lambda c: c.update(speculators_model_type="tomorrow"), r"is a head of the type tomorrow"),
     "DFlash": (lambda c: c.update(speculators_model_type="dflash"), r"is a DFlash head"),
 }
 

@@ -115,10 +115,13 @@ def _expect_target(name: str, files: Any, target: ModelRunner, depths: Sequence[
     ids = vocabulary(str(files.folder)), vocabulary(of_target, getattr(target.config, COMMIT, None))
     if None not in ids and ids[0] != ids[1]:
         raise ValueError(f"{wrong}their tokenizers have different vocabularies")
-    for matrix in ("embed_tokens.weight", *["lm_head.weight"] * (files.ids is None)):
-        own = files.tensors.get(matrix)
-        if own is not None and abs(len(own) - tokens) >= MAX_PADDING:
-            raise ValueError(f"{wrong}it has {len(own)} tokens, and the model {tokens}")
+    drafted, whole = files.config.get("draft_vocab_size"), files.layer_config.get("vocab_size")
+    if files.ids is None and None not in (drafted, whole) and drafted != whole:
+        raise ValueError(f"the head {name} lacks d2t: its config says that it drafts {drafted} of {whole} tokens")
+    matrices = [files.tensors.get(f"{matrix}.weight") for matrix in ("embed_tokens", *["lm_head"] * (files.ids is None))]
+    for own in (files.vocabulary_size, *[len(matrix) for matrix in matrices if matrix is not None]):
+        if own is not None and abs(own - tokens) >= MAX_PADDING:
+            raise ValueError(f"{wrong}it has {own} tokens, and the model {tokens}")
 
 
 MAX_PADDING = 512

@@ -31,7 +31,6 @@ OTHERS = {
     "a Medusa head": r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?weight$|^medusa",
     "a P-EAGLE head": r"(^|\.)mask_hidden$",
     "a head with latent attention (MLA)": r"kv_a_proj_with_mqa",
-    "an EAGLE-3 head of several layers": r"(^|\.)layers\.[1-9]\d*\.",
 }
 """Heads that skipstone does not run, and tensors that only they have."""
 OTHER_KINDS = {
@@ -49,13 +48,14 @@ OTHER_KINDS = {
 class HeadFiles:
     """The contents of a head's folder. name: as the user wrote it. folder: on this machine. config: of config.json. tensors: by
     the names of `Eagle3Model`, mapped from the file. ids: [S] int64, the target's ids of the LM head's rows, ascending; None
-    for all ids."""
+    for all ids. vocabulary_size: of the target, as `t2d` says; None without it."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
     tensors: "HeadTensors"
     ids: Tensor | None
+    vocabulary_size: int | None
 
     @property
     def is_of_speculators(self) -> bool:
@@ -107,7 +107,8 @@ def read_files(name: str | Path) -> HeadFiles:
         raise ValueError(f"the head {name} is quantised: name the one in full precision, which head_quantize can quantise")
     _expect_eagle3(name, config, tensors)
     t2d, d2t = tensors.pop("t2d", None), tensors.pop("d2t", None)
-    return HeadFiles(str(name), folder, config, tensors, _ids(str(name), tensors, d2t, t2d))
+    ids = _ids(str(name), tensors, d2t, t2d)
+    return HeadFiles(str(name), folder, config, tensors, ids, None if t2d is None else len(t2d))
 
 
 def _folder_of(name: str | Path) -> Path:
@@ -159,6 +160,10 @@ def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping
         kind = kind or (other if any(re.search(pattern, one) for one in tensors) else None)
     if kind is None and not any(one.endswith(".hidden_norm.weight") for one in tensors):
         kind = "an EAGLE-1 or EAGLE-2 head" if "fc.weight" in tensors else "no head that drafts"
+    if kind is None and config.get(SPECULATORS, "eagle3") != "eagle3":
+        kind = f"a head of the type {config[SPECULATORS]}"
+    if kind is None and any(re.search(r"^layers\.[1-9]", one) for one in tensors):
+        kind = "an EAGLE-3 head of several layers"
     if kind is None and (config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
         kind = "an EAGLE-3 head that reads the last state only (use_aux_hidden_state is false)"
     if kind is not None:
