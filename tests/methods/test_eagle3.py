@@ -21,7 +21,7 @@ from skipstone.models.eagle3 import feature_depths, read_files
 from skipstone.models.passes import Pass
 from tests.helpers import families, machine, planted
 from tests.helpers.enumeration import VOCAB, Pushing, proves
-from tests.helpers.feature_heads import LLAMA3_ROPE, eagle3_folder
+from tests.helpers.feature_heads import LLAMA3_ROPE, eagle3_folder, edit_weights
 from tests.helpers.feature_loop import DraftRecord, Run, finish, of_eagle3, prompts, record, requests, start
 from tests.helpers.feature_references import speculators_oracles
 from tests.helpers.native import NATIVE_ONLY
@@ -391,3 +391,23 @@ class TestNative:
                     first, second = ([one.keys[0][row, :, :count], one.values[0][row, :, :count]] for one in stores)
                     assert all(map(torch.equal, first, second))
         assert {0, 1, 5} <= lengths
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_head_without_finite_logits_changes_no_text(engine: str, model: Any, plain: Any, tmp_path: Path) -> None:
+    """Its rows decode on without drafts; the next request in a row has drafts again."""
+    folder = eagle3_folder(tmp_path, model.config, embedding="own")
+    token = plain[0][11]
+    edit_weights(folder, lambda weights: weights["embed_tokens.weight"][token].fill_(float("nan")))
+    runner = ModelRunner(model, engine)
+    loop = start(Eagle3(str(folder), num_speculative_tokens=DRAFTS), runner, requests())
+    run = finish(loop, requests())
+    assert run.texts == plain
+    clean = next(row for row, text in enumerate(plain) if token not in text)
+    assert sum(step.drafted[clean] for step in run.steps) > 20
+    assert sum(step.drafted[0] for step in run.steps[-8:]) == 0
+    prompt, drafted = torch.tensor(plain[clean]), 0
+    loop.admit(0, Request(prompt[:8], 20))
+    while loop.busy:
+        drafted += loop.step().drafted[0]
+    assert drafted > 10
