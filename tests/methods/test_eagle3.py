@@ -370,6 +370,28 @@ class TestNative:
                 assert len(mine.logits) >= count
                 assert all(map(torch.equal, mine.logits[:count], theirs.logits))
 
+    @pytest.mark.parametrize(("engine", "bits"), [("native", "int8"), ("native", "int4"), ("eager", "int8")])
+    def test_a_quantised_head_drafts_well_and_changes_no_text(self, engine: str, bits: Any, tmp_path: Path) -> None:
+        """Also next to a target on another engine."""
+        target, folder = right_pair(tmp_path, norm_before_residual=True)
+        runner, asked = ModelRunner(target, engine), requests(new=(40, 40, 40), sampling=Sampling(temperature=1.0, seed=5))
+        plain = finish(start(Autoregressive(), runner, asked), asked)
+        method = Eagle3(str(folder), head_quantize=bits, rejection_sample_method="coupled")
+        assert method.head_for(runner).engine.quantize == bits
+        run = finish(start(method, runner, asked), asked)
+        assert run.texts == plain.texts
+        assert run.accepted / run.drafted > 0.5
+
+    def test_rounded_keys_and_values_change_no_text(self, tmp_path: Path) -> None:
+        target, folder = right_pair(tmp_path, noise=0.3)
+        runner, asked = ModelRunner(target, "native", kv_dtype="bfloat16"), requests(new=(40, 40, 40))
+        plain = finish(start(Autoregressive(), runner, asked), asked)
+        loop = start(Eagle3(str(folder)), runner, asked)
+        run = finish(loop, asked)
+        assert run.texts == plain.texts
+        assert 0 < run.accepted < run.drafted
+        assert {store.dtype for _, store in loop.session.stores} == {torch.bfloat16}
+
     def test_one_call_has_the_bits_of_single_tokens(self, tmp_path: Path) -> None:
         """Confidences stop drafts, so that chains are ragged."""
         target, folder = right_pair(tmp_path, noise=0.3)
