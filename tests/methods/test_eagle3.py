@@ -408,7 +408,7 @@ class TestNative:
             for row, alive in enumerate(singly.session.alive):
                 stores: Any = [loop.session.drafter.caches[0][1] for loop in (one_call, singly)]  # type: ignore[attr-defined]
                 count = stores[0].length[row]
-                assert count == stores[1].length[row]
+                assert count == stores[1].length[row] or not alive
                 if alive and count:
                     first, second = ([one.keys[0][row, :, :count], one.values[0][row, :, :count]] for one in stores)
                     assert all(map(torch.equal, first, second))

@@ -226,13 +226,9 @@ def a_column_read_twice(patch: Patch) -> None:
 
 
 def states_of_the_last_request(patch: Patch) -> None:
-    def remove(self: FeatureDrafter, row: int) -> None:
-        self._kept[row], self.store.length[row] = self.store.length[row], 0
-
     def reuse(self: FeatureDrafter, row: int, source_row: int, count: int) -> None:
         self.store.length[row] = count
 
-    patch.setattr(FeatureDrafter, "remove_request", remove)
     patch.setattr(FeatureDrafter, "reuse_tokens", reuse)
 
 
@@ -242,20 +238,10 @@ def whole_prefix_reused(patch: Patch) -> None:
 
 def prefix_not_copied(patch: Patch) -> None:
     def reuse(self: FeatureDrafter, row: int, source_row: int, count: int) -> None:
-        self.store.length[row], self._kept[row] = count, 0
+        self.store.length[row] = count
         self.unread[row].clear()
 
     patch.setattr(FeatureDrafter, "reuse_tokens", reuse)
-
-
-def columns_lost_by_a_second_release(patch: Patch) -> None:
-    own = FeatureDrafter.remove_request
-
-    def remove(self: FeatureDrafter, row: int) -> None:
-        self._kept[row] = 0
-        own(self, row)
-
-    patch.setattr(FeatureDrafter, "remove_request", remove)
 
 
 PROOFS: dict[str, Any] = {
@@ -274,7 +260,7 @@ OF_COLUMNS = (
     *(features_of_the_last_columns, features_of_the_step_before, a_rejected_column_kept, drafted_positions_off_by_one),
     *(own_token_in_a_column, a_column_left_out, a_column_read_twice),
 )
-OF_ROWS = (states_of_the_last_request, whole_prefix_reused, prefix_not_copied, columns_lost_by_a_second_release)
+OF_ROWS = (states_of_the_last_request, whole_prefix_reused, prefix_not_copied)
 CASES = [
     *((plant, PROOFS[f"by_logits, {kind}"]) for kind, plants in OF_HEADS.items() for plant in (*plants, *OF_COLUMNS)),
     *((plant, PROOFS[f"by_rows, {kind}"]) for kind in OF_HEADS for plant in OF_ROWS),

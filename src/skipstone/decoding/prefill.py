@@ -103,7 +103,7 @@ class Prefill:
             self.store.length[row] += len(part)
         if self.feature_depths:
             features = torch.cat([recorded[depth] for depth in self.feature_depths], -1)
-            self.features = {row: features[row - rows.start, : len(part)] for row, part in tokens.items()}
+            self.features = {row: features[row - rows.start, : len(part)].clone() for row, part in tokens.items()}
         return {row: hidden[row - rows.start, len(part) - 1] for row, part in tokens.items()}
 
     def _enter(self, ids: Tensor, at: Pass) -> Tensor:

@@ -126,7 +126,8 @@ class Session:
         next_tokens = {row: self.view.root[row : row + 1] for row in decoding}
         states = self.prompts.run(chunk, max_prompt_tokens_per_pass, next_tokens)
         if self.view.feature_depths:
-            self.drafter.observe_features(self.prompts.features)
+            features, self.prompts.features = self.prompts.features, {}  # they take much memory
+            self.drafter.observe_features(features)
         if not states:
             return None, []
         rows = list(states)

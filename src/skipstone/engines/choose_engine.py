@@ -111,15 +111,6 @@ def _complete_options(given: EngineOptions, own: EngineOptions, engine: str | No
     return options.over(EngineOptions(options.engine or engine, "none", options.kv_dtype or kv_dtype))
 
 
-_LENDERS: WeakKeyDictionary[Any, NativeEngine] = WeakKeyDictionary()
-
-
-def lend_panels(model: Any, engine: Engine) -> None:
-    """Let a model's native engine take the panels of weights that it shares with another model from that one's engine."""
-    if isinstance(engine, NativeEngine):
-        _LENDERS[model] = engine
-
-
 class PreparedModel:
     """The description of a model and its engines, valid while `state` is the current one. ValueError for a model that skipstone
     does not compute as the model does itself.
@@ -206,9 +197,10 @@ class PreparedModel:
         keep_weights, rounds = options.keep_weights is not False, options.compute_dtype != "float32"
         quantize = options.quantize if options.quantizes else None
         others = (engine for engine, _ in self.engines.values() if isinstance(engine, NativeEngine))
-        same = (one for one in others if quantize is None is one.quantize and one.is_current(version))
+        same = (one.panels for one in others if quantize is None is one.quantize and one.is_current(version))
+        of_another = model.shared_panels if isinstance(model, MappedModel) else {}
         return NativeEngine(
-            model, self.description, quantize, keep_weights, rounds_inputs=rounds, same_weights=next(same, _LENDERS.get(model))
+            model, self.description, quantize, keep_weights, rounds_inputs=rounds, shared_panels=next(same, of_another)
         )
 
     def make_copy(self, model: Any, quantize: str, pause: Callable[[], None]) -> NativeEngine:

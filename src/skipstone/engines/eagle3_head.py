@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipstone.engines.choose_engine import EngineOptions, lend_panels
+from skipstone.engines.choose_engine import EngineOptions
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.host_transfer import to_device
 from skipstone.engines.model_runner import ModelRunner, only
@@ -26,7 +26,9 @@ class Eagle3Head(FeatureHead):
         self.depths, self.name = tuple(depths), model.config.name_or_path
         self._vocabulary = target.head.weight.shape[0]
         self.ids: Tensor | None = model._buffers["ids"]
-        self._of_target = target.model.get_input_embeddings().weight, target.head.weight
+        self._target_weights = _shared_weights(target)
+        self.read_states(torch.zeros((1, len(self.depths) * target.config.hidden_size), dtype=self.dtype, device=self.device))
+        # which packs fc
 
     def read_states(self, states: Tensor) -> Tensor:
         """The features of the paper's section 3.1: the states of a low, a middle and a high layer become one by `fc`."""
@@ -46,20 +48,30 @@ class Eagle3Head(FeatureHead):
         """The state before the final norm, or after it if the head was trained so (`norm_output`)."""
         return self.normed(hidden) if self.model.norm_output else hidden
 
+    def fits(self, target: ModelRunner) -> bool:
+        """Whether the target still has the embedding and the LM head that it had when the head was loaded."""
+        return all(one is other for one, other in zip(self._target_weights, _shared_weights(target), strict=True))
+
     @property
     def nbytes(self) -> int:
         """As in `FeatureHead`. On the native engine: of the panels that it does not share, and of an embedding of its own."""
         embedding = self.model.get_input_embeddings().weight
         if isinstance(self.engine, NativeEngine):
             return self.engine.nbytes + embedding.nbytes * self.model.owns_embedding
-        return sum(one.nbytes for one in self.model.parameters() if not any(one is other for other in self._of_target))
+        return sum(one.nbytes for one in self.model.parameters() if not any(one is other for other in self._target_weights))
 
     def project(self, normed: Tensor, head: Any = None, shortlist: Tensor | None = None) -> Tensor:
         """Logits over the target's vocabulary, [B, n, V] float32; -inf for ids that the head does not draft."""
         logits = super().project(normed)
         if self.ids is not None:
             return only(self.ids, logits, self._vocabulary)
-        return torch.nn.functional.pad(logits, (0, self._vocabulary - logits.shape[-1]), value=float("-inf"))
+        missing = self._vocabulary - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+
+def _shared_weights(target: ModelRunner) -> tuple[Tensor, Tensor]:
+    """The embedding and the LM head of a target, which a head may use."""
+    return target.model.get_input_embeddings().weight, target.head.weight
 
 
 def load_eagle3(
@@ -89,7 +101,8 @@ def load_eagle3(
             model.to(target.device)
         if quantize is not None or options.engine == "compiled":
             options = replace(options, engine="native" if quantize else "eager", quantize=quantize or options.quantize)
-        lend_panels(model, target.engine)
+        if isinstance(target.engine, NativeEngine):
+            model.shared_panels = target.engine.panels_of(model.parameters())
         return Eagle3Head(model, target, depths, options)
     except (UnmappableError, ValueError) as error:
         raise ValueError(f"the head {name} {error}") from error
@@ -100,6 +113,8 @@ def _expect_target(name: str, files: Any, target: ModelRunner, depths: Sequence[
     of_target = getattr(target.config, "name_or_path", "") or "the target"
     size = files.setting("target_hidden_size") or files.layer_config.get("hidden_size")
     wrong = f"the head {name} was trained for another model than {of_target}: "
+    if size is None:
+        raise ValueError(f"the head {name} has no hidden_size in its config.json")
     if size != target.config.hidden_size:
         raise ValueError(f"{wrong}it reads hidden states of size {size}, and the model's have {target.config.hidden_size}")
     if any(not 1 <= depth <= target.depth for depth in depths):

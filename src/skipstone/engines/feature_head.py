@@ -39,7 +39,7 @@ class FeatureHead(ModelRunner):
 
     @property
     def weights(self) -> list[Tensor]:
-        """What a draft step reads: all weights but the embedding."""
+        """All weights but the embedding, all experts of a mixture included: what a draft step may read."""
         embedding = self.model.get_input_embeddings().weight
         return [weight for weight in self.model.parameters() if weight is not embedding]
 

@@ -52,11 +52,11 @@ class Eagle3(FeatureMethod):
 
     def head_for(self, target: ModelRunner) -> Eagle3Head:
         if self.head is None:
-            raise ValueError("eagle3 needs head=, a folder or a hub id of an EAGLE-3 head for this model")
+            raise ValueError("eagle3 needs head=, a folder or a hub id of an EAGLE-3 head; a server has it in its --method")
         layers = None if self.feature_layers is None else whole_numbers("feature_layers", self.feature_layers)
         own = str(self.head), layers, self.norm_before_residual, self.feedback, self.head_quantize
-        key = *own, str(target.device), target.engine_options.for_drafts
-        return _LOADED.get(target.model, key, lambda: self._load(target))
+        key = *own, str(target.device), target.weight_dtype, target.engine_options.for_drafts
+        return _LOADED.get(target.model, key, lambda: self._load(target), lambda head: head.fits(target))
 
     def notes(self, model: ModelRunner) -> list[str]:
         return [f"EAGLE-3 head, extra memory: {self.head_for(model).nbytes / 1e6:.1f} MB"]

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from skipstone.models.families import Family
 from skipstone.models.fetching import fetch
 from skipstone.models.mapped_config import MappedConfig, UnmappableError
-from skipstone.models.mapped_model import Embedding, Linear, MappedModel, Part, RotaryPhases
+from skipstone.models.mapped_model import FURTHER_TENSORS, Embedding, Linear, MappedModel, Part, RotaryPhases
 
 CONFIG, SINGLE, INDEX, PICKLED = "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 SPECULATORS = "speculators_model_type"
 """Key of a config in the layout of `speculators`."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-OTHERS = {
+OF_OTHER_KINDS = {
     "a Medusa head": r"^(medusa_head\.)?\d+\.\d+\.(linear\.)?weight$|^medusa",
     "a P-EAGLE head": r"(^|\.)mask_hidden$",
     "a head with latent attention (MLA)": r"kv_a_proj_with_mqa",
@@ -100,7 +100,8 @@ def read_files(name: str | Path) -> HeadFiles:
     folder = _folder_of(name)
     with _naming(name, CONFIG):
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    tensors = HeadTensors({key.removeprefix("model."): tensor for key, tensor in _tensors_of(folder, name).items()})
+    stored = _tensors_of(folder, name).items()
+    tensors = HeadTensors({key.removeprefix("model."): one for key, one in stored if not FURTHER_TENSORS.search(key)})
     if not isinstance(config, dict):
         raise ValueError(f"the config.json of {name} is no object of settings")
     if config.get("quantization_config") is not None:
@@ -156,7 +157,7 @@ def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping
     own = [config.get(SPECULATORS), config.get("model_type"), *(config.get("architectures") or ())]
     types = [str(one).lower() for one in own if one]
     kind = next((kind for pattern, kind in OTHER_KINDS.items() if any(re.search(pattern, one) for one in types)), None)
-    for other, pattern in OTHERS.items():
+    for other, pattern in OF_OTHER_KINDS.items():
         kind = kind or (other if any(re.search(pattern, one) for one in tensors) else None)
     if kind is None and not any(one.endswith(".hidden_norm.weight") for one in tensors):
         kind = "an EAGLE-1 or EAGLE-2 head" if "fc.weight" in tensors else "no head that drafts"
@@ -252,11 +253,11 @@ class Eagle3Model(MappedModel):
         self.owns_embedding = "embed_tokens.weight" in files.tensors
         self._norm_before_residual = _norm_before_residual(files) if norm_before_residual is None else norm_before_residual
         self.norm_output = bool(files.setting("norm_output", False) if norm_output is None else norm_output)
-        dtypes = {one.dtype for one in files.tensors.values() if one.is_floating_point()}
+        dtype = _unify_dtypes(files.tensors, target)
         config = MappedConfig(_layer_values(files, target))
         config.name_or_path = files.name
         vars(config)["_attn_implementation"] = "sdpa"
-        super().__init__(config, files.tensors, None, dtypes.pop() if len(dtypes) == 1 else torch.float32)  # type: ignore[arg-type]
+        super().__init__(config, files.tensors, None, dtype)  # type: ignore[arg-type]
         self.caches_panels = False
         self.register_buffer("ids", files.ids, persistent=False)
         del self._files, self._target
@@ -316,6 +317,17 @@ def _fitted(weight: Tensor, rows: int, fills: bool) -> Tensor:
     return torch.cat([weight, weight[-1:].expand(missing, -1)]) if fills and missing > 0 else weight[:rows]
 
 
+def _unify_dtypes(tensors: HeadTensors, target: Any) -> torch.dtype:
+    """Convert a head's tensors to the target's dtype if they, or a borrowed LM head, have several. Returns their dtype."""
+    dtypes = {one.dtype for one in tensors.values() if one.is_floating_point()}
+    if "lm_head.weight" not in tensors:
+        dtypes.add(target.head.weight.dtype)
+    dtype = dtypes.pop() if len(dtypes) == 1 else target.weight_dtype
+    for key, one in tensors.items():
+        tensors[key] = one.to(dtype) if one.is_floating_point() else one
+    return dtype
+
+
 def _norm_before_residual(files: HeadFiles) -> bool:
     """UnmappableError if a head of `speculators` does not say it: readers of that format assume different values."""
     known = files.setting("norm_before_residual")
@@ -350,7 +362,7 @@ def feature_depths(files: HeadFiles, num_layers: int) -> tuple[int, ...]:
     too: those that list N, and those that do not begin with the output of an early layer.
     """
     ids = files.setting(LAYER_IDS)
-    if ids is None:
+    if not ids:
         return 2, num_layers // 2, num_layers - 3
     counts_inputs = files.is_of_speculators or max(ids) == num_layers or min(ids) > 1
     return tuple(int(number) + (not counts_inputs) for number in ids)

@@ -4,7 +4,7 @@ The modules and parameters have transformers' names. Nothing here imports transf
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -153,12 +153,14 @@ class MappedModel(nn.Module):
     config: `MappedConfig`. generation_config: its generation defaults. files: the mapped checkpoint. places: where the files
     have a matrix, which nobody changes. caches_panels: quantised panels may be read from the disk's cache, and written there.
     report_packed: an engine calls it with the number of weights in each matrix that it has packed. has_forward: the eager
-    engine can run it, too. Weights keep the types of the files. widens_to: the dtype that the engine widens them to, the
-    model's; None if it computes every type as it is stored.
+    engine can run it, too. shared_panels: another model's panels of weights that are this one's, too, by the weights' ids.
+    Weights keep the types of the files. widens_to: the dtype that the engine widens them to, the model's; None if it computes
+    every type as it is stored.
     """
 
     name_or_path = ""
     has_forward = False
+    shared_panels: Mapping[int, Any] = {}
     report_packed: Callable[[int], None] | None = None
 
     def __init__(

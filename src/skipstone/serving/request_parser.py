@@ -32,9 +32,7 @@ OFF = "off"
 """The name of plain decoding in a body."""
 SERVER_SETTINGS = ("log", "heads", "head", "draft_model", "draft_vocabulary", "profile")
 """Method settings that name files or models. Only the server may choose them."""
-DRAFT_MODEL_SETTINGS = (
-    *("draft_device", "draft_dtype", "feature_layers", "norm_before_residual", "feedback", "head_quantize"),
-)
+LOADING_SETTINGS = ("draft_device", "draft_dtype", "feature_layers", "norm_before_residual", "feedback", "head_quantize")
 """Method settings of draft models and heads. Each of their values loads one more."""
 MEMORY_SETTING = "max_extra_memory_bytes"
 """Setting of `auto` that all its requests take from the server's method."""
@@ -147,7 +145,7 @@ class RequestParser:
         usual = resolve_for(self.model.model, method.name)
         for one in fields(method):
             value = getattr(method, one.name)
-            if one.name in (*SERVER_SETTINGS, *DRAFT_MODEL_SETTINGS, MEMORY_SETTING) and value != getattr(usual, one.name):
+            if one.name in (*SERVER_SETTINGS, *LOADING_SETTINGS, MEMORY_SETTING) and value != getattr(usual, one.name):
                 what = "settings that name files or models, load models, or limit memory"
                 raise ValueError(f"speculative: {what}, are the server's (--method)")
             most = max(MAX_SETTING, one.default if isinstance(one.default, int) else 0)

@@ -2,7 +2,7 @@
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from operator import contains
 from pathlib import Path
@@ -31,7 +31,7 @@ from skipstone.engines.native.structs import (
     declare,
 )
 from skipstone.engines.native.threads import MAX_THREADS, cores, requested_number
-from skipstone.engines.native.weights import BLOCKS, TYPES, NativeWeights, tensor_paths, unsupported
+from skipstone.engines.native.weights import BLOCKS, TYPES, NativeWeights, Panels, tensor_paths, unsupported
 from skipstone.engines.rotary import RotaryTables
 from skipstone.models import fingerprint
 from skipstone.models.decoder_model import DecoderModel
@@ -73,12 +73,12 @@ class NativeEngine(Engine):
         keep_weights: bool = True,
         *,
         rounds_inputs: bool = True,
-        same_weights: "NativeEngine | None" = None,
+        shared_panels: Mapping[int, Panels] | None = None,
         cached: CachedPanels | None = None,
         pause: Callable[[], None] | None = None,
     ) -> None:
-        """rounds_inputs: of products with bfloat16 weights, to bfloat16. same_weights: another engine of the current weights
-        or of some of them; the two share panels of the same type. cached: the quantised panels. pause: as in `NativeWeights`.
+        """rounds_inputs: of products with bfloat16 weights, to bfloat16. shared_panels: of current weights, by another engine;
+        those of the right type are not packed again. cached: the quantised panels. pause: as in `NativeWeights`.
 
         ValueError for weights that cannot be quantised, or a wrong number of threads in the environment. After the first error
         without keep_weights, the model has lost some weights and must be loaded again. LookupError for cached panels of other
@@ -89,9 +89,8 @@ class NativeEngine(Engine):
         keep_weights = keep_weights or isinstance(model, MappedModel)
         if not keep_weights:
             fingerprint.fingerprint(model, self.version)  # cached before the weights are given up
-        shared = None if same_weights is None else same_weights._weights.panels
         self._weights = NativeWeights(
-            self._library, model, description, quantize, keep_weights, cached, pause, rounds_inputs, shared
+            self._library, model, description, quantize, keep_weights, cached, pause, rounds_inputs, shared_panels
         )
         self.rounds_inputs = self._weights.rounds_inputs
         self._is_cached = cached is not None
@@ -132,6 +131,16 @@ class NativeEngine(Engine):
     @level.setter
     def level(self, name: str) -> None:
         self._library = declare(library.load(name))
+
+    @property
+    def panels(self) -> Mapping[int, Panels]:
+        """By the ids of the model's weights, which live as long as they do."""
+        return self._weights.panels
+
+    def panels_of(self, weights: Iterable[Tensor]) -> dict[int, Panels]:
+        """The panels of those weights that the model still has. Ids of weights that it gave up mean other tensors now."""
+        own = {id(one) for part in self._covered for one in part._parameters.values()}
+        return {id(one): self.panels[id(one)] for one in weights if id(one) in own and id(one) in self.panels}
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 import ctypes
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,7 +180,7 @@ class NativeWeights:
         memory: "PanelMemory | CachedPanels | None" = None,
         pause: Callable[[], None] | None = None,
         rounds_inputs: bool = False,
-        shared: "dict[int, Panels] | None" = None,
+        shared: "Mapping[int, Panels] | None" = None,
     ) -> None:
         self._library, self._referenced, self.bytes, self._quantize = library, [], 0, quantize
         self._shared, self.panels = shared or {}, dict[int, Panels]()
@@ -245,6 +245,8 @@ class NativeWeights:
             panels = self._panels_of(weight, [weight.shape[0]], None)
             return panels.type, panels.matrices[0].panels
         rows = weight.detach().contiguous() if blocks is None else blocks.unpacked()
+        if isinstance(weight, PackedWeight):  # unpacked into memory of its own
+            self.bytes += rows.nbytes
         self._referenced.append(rows)
         return TYPES[rows.dtype], pointer("embeddings", rows, rows.shape, rows.dtype)
 

@@ -36,6 +36,7 @@ from skipstone.methods.auto.policy_log import PolicyLog
 from skipstone.methods.auto.saved_profile import SavedPolicy
 from skipstone.methods.autoregressive import Autoregressive
 from skipstone.methods.drafting.chain import OwnCacheDrafter
+from skipstone.methods.drafting.feature_drafter import FeatureMethod
 from skipstone.methods.mtp import Mtp
 from skipstone.methods.prompt_lookup import PromptLookup
 from skipstone.methods.recycle import Recycle, RecycleDrafter
@@ -247,9 +248,9 @@ class AutoDrafter(Drafter):
         added = [method for method in methods if method not in self._methods]
         for method in added:
             self._methods.append(method)
+            if self._is_bound and isinstance(method, FeatureMethod):
+                continue  # the session has recorded no states for it
             for name, candidate in method.auto_candidates(self.model, *self._size).items():
-                if self._is_bound and candidate.drafter.feature_depths:
-                    continue  # the session has recorded no states for it
                 unique = name if name not in self.candidates else f"{name} ({len(self.candidates)})"
                 self.candidates[unique] = candidate
                 self.learned.add_candidate(unique, candidate)
@@ -301,6 +302,7 @@ class AutoDrafter(Drafter):
             one.bind(view)
 
     def reusable_tokens(self, row: int, count: int) -> int:
+        self._read_quiet_steps()
         return min(one.reusable_tokens(row, count) for one in self._members)
 
     def reuse_tokens(self, row: int, source_row: int, count: int) -> None:

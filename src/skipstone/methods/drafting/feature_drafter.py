@@ -91,37 +91,36 @@ class FeatureDrafter(OwnCacheDrafter):
     cache has the columns that it has read, and behind them columns of drafts, which the next columns overwrite.
 
     unread: for every row, the target's states [n, E * D] of columns that the head has not read, in order. At least the last
-    column of a row stays unread until the head drafts.
+    column of a row stays unread until the head drafts. What a request leaves in its row stays for the next one.
     """
 
     def __init__(self, model: ModelRunner, head: FeatureHead, rows: int, capacity: int, **settings: Any) -> None:
         super().__init__(model, head, rows, capacity, **settings)
         self.head, self.feature_depths = head, head.depths
         self.unread: list[list[Tensor]] = [[] for _ in range(rows)]
-        self._kept = [0] * rows  # number of columns in the KV cache that an ended request has left in its row
         self._state: Tensor | None = None  # [B, 1, d], next to the newest draft
         self._bases: list[int] = []  # number of columns of every row at the start of a draft
+        self._first: Tensor | None = None  # [B, 1] int64, the same on the device
 
     # ------------------------------------------------------------------------------------------------ requests and rows
 
+    @torch.inference_mode()
     def reusable_tokens(self, row: int, count: int) -> int:
         """One token fewer: its column has the first token of the other text, and needs the target's state again."""
-        return max(0, min(count - 1, max(self.store.length[row], self._kept[row])))
+        missing = min(count - 1 - self.store.length[row], self._num_unread(row) - 1)
+        if missing > 0:
+            self._store_columns({row: missing})
+        return max(0, min(count - 1, self.store.length[row]))
 
     def reuse_tokens(self, row: int, source_row: int, count: int) -> None:
         if source_row != row:
             self.store.copy(source_row, row, count)
-        self.store.length[row], self._kept[row] = count, 0
+        self.store.length[row] = count
         self.unread[row].clear()
 
     def add_request(self, row: int, request: Request) -> None:
         super().add_request(row, request)
         self.text[row] = request.prompt.tolist()
-
-    def remove_request(self, row: int) -> None:
-        self._kept[row] = max(self._kept[row], self.store.length[row])  # a row may be freed twice
-        self.store.length[row] = 0
-        self.unread[row].clear()
 
     def observe_features(self, features: dict[int, Tensor]) -> None:
         for row, states in features.items():
@@ -147,7 +146,7 @@ class FeatureDrafter(OwnCacheDrafter):
         for row, count in counts.items():
             own, begin = torch.cat(self.unread[row]), self.store.length[row] + 1
             states.append(own[:count])
-            self.unread[row] = [own[count:]]
+            self.unread[row] = [own[count:].clone()]  # a view would keep all of them
             tokens += self.text[row][begin : begin + count]
         return on_device(tokens, self.head.device), self.head.read_states(torch.cat(states))
 
@@ -198,6 +197,7 @@ class FeatureDrafter(OwnCacheDrafter):
             some = next(iter(read.values()))
             hidden = torch.stack([read.get(row, some) for row in range(self.view.rows)])[:, None]  # [B, 1, d]
             self._bases = [length if alive else 0 for length, alive in zip(self.store.length, self.view.alive, strict=True)]
+            self._first = on_device(self._bases, device)[:, None]
         else:
             assert self._state is not None
             tokens, valid = chain.newest
@@ -210,7 +210,8 @@ class FeatureDrafter(OwnCacheDrafter):
         """The pass over the drafts at one place of their chains. valid: [B, 1] bool, None for all rows that decode."""
         device, rows, alive = self.head.device, self.view.rows, self.view.alive
         end = min(max(self._bases) + place + 1, self.store.limit)  # a row at its limit takes no part in the pass
-        positions = (on_device(self._bases, device)[:, None] + place).clamp(max=end - 1)
+        assert self._first is not None
+        positions = (self._first + place).clamp(max=end - 1)
         self.store.reserve(end)
         if valid is not None:
             valid = to_device(valid, device)
