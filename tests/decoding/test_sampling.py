@@ -28,7 +28,7 @@ from skipstone.decoding.sampling import NUCLEUS, Sampler, WarperSettings, warp
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from tests.helpers import families, planted
-from tests.helpers.conformance import ROWS
+from tests.helpers.conformance import COMMON, ROWS
 from tests.helpers.machine import decode, llama, prompt
 from tests.helpers.pairwise import round_robin
 from tests.helpers.settings import QUIET
@@ -266,7 +266,7 @@ def test_what_a_row_would_draw_is_what_it_draws(vocabulary: int, top_k: int) -> 
 pytestmark = QUIET
 ENGINES = ["eager", *([] if library.missing() else ["native"])]
 TINY = [9e-6, 1e-37, 1e-38, 1e-39, 1.4e-45, 1e-46, 1e-300, 5e-324]
-LOSSLESS_METHODS = [name for name, row in ROWS.items() if not row.variant and row.oracle is None]
+LOSSLESS_METHODS = [name for name, row in COMMON.items() if row.oracle is None]
 
 
 @round_robin(

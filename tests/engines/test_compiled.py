@@ -20,14 +20,14 @@ from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.known_types import TESTED, TESTED_AROUND_TEXT, UNCOMPILED
 from skipstone.models.passes import Pass
 from tests.helpers import families, wrapped
-from tests.helpers.conformance import ROWS
+from tests.helpers.conformance import COMMON, ROWS
 from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import assert_same_texts, decode
 
 pytestmark = QUIET
 
-METHODS = [*(name for name, row in ROWS.items() if not row.variant), "layerskip, some tokens"]
+METHODS = [*COMMON, "layerskip, some tokens"]
 DRAFTED = ("speculative", "adasd")  # by another model, which has graphs of its own
 SAMPLING: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3}]
 WIDTHS = 7  # of compiled passes: 1, 2, 4, ... COLUMNS tokens

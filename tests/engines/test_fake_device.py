@@ -13,13 +13,13 @@ import skipstone
 from skipstone.decoding.method import Method
 from skipstone.methods.drafting.chain import CHECK_EVERY
 from tests.helpers import families
-from tests.helpers.conformance import eagle3_head
+from tests.helpers.conformance import COMMON, eagle3_head
 from tests.helpers.pairwise import slow_except
 from tests.helpers.pretended import DEVICE_ROWS, Pretended, pretended
 
 DRAFTS = 5  # one more than a chain drafts before it looks whether every row has stopped
 VARIANTS = ["layerskip, confident", "layerskip, some tokens", "speculative, confident", "adasd, some tokens"]
-METHODS = [name for name, row in DEVICE_ROWS.items() if not row.variant and row.families is None]
+METHODS = [*COMMON]
 
 
 def more_waits(method: Method) -> Callable[[skipstone.Step, int], int] | None:

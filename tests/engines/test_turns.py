@@ -16,7 +16,7 @@ import skipstone
 from skipstone.engines.model_lock import ModelLock
 from skipstone.lab.check.check import Checker, CheckScale
 from tests.helpers import families
-from tests.helpers.conformance import ROWS
+from tests.helpers.conformance import COMMON, ROWS
 from tests.helpers.pairwise import round_robin
 from tests.helpers.settings import QUIET
 from tests.helpers.support import decode, tokenizer
@@ -224,15 +224,12 @@ class Interrupt:
         return torch.zeros(len(given[0]), dtype=torch.bool) if given[1:] and given[1] is None else given[-1]
 
 
-METHODS = {name: row for name, row in ROWS.items() if not row.variant}
-
-
-@round_robin(engine=ENGINES, row=list(METHODS), place=["processor", "criterion", "pass"])
+@round_robin(engine=ENGINES, row=list(COMMON), place=["processor", "criterion", "pass"])
 def test_the_next_call_works_after_an_error_inside_a_step(
     engine: str, row: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = families.build("llama")
-    method = METHODS[row].method("llama", 4, "standard")
+    method = COMMON[row].method("llama", 4, "standard")
 
     def text(**options: Any) -> Any:
         return skipstone.generate(model, IDS, method, engine=engine, max_new_tokens=20, do_sample=False, **options).new_tokens

@@ -159,6 +159,8 @@ ROWS: dict[str, Row] = {
 }
 LOSSLESS = [name for name, row in ROWS.items() if row.oracle is None and row.families is None]
 """Lossless methods for every family."""
+COMMON = {name: row for name, row in ROWS.items() if row.families is None and not row.variant}
+"""Methods for every family, without variants."""
 
 
 def is_telling(row: Row, output: Output) -> bool:

@@ -23,7 +23,7 @@ from skipstone.methods.adadecode.heads import new_card
 from skipstone.models import recognition
 from skipstone.models.torch_defaults import loading, stable_defaults
 from tests.helpers import families
-from tests.helpers.conformance import ROWS
+from tests.helpers.conformance import COMMON, ROWS
 from tests.helpers.pairwise import slow_except
 from tests.helpers.settings import QUIET
 from tests.helpers.support import tokenizer
@@ -33,7 +33,7 @@ ENGINES = ["eager", *([] if library.missing() else ["native"])]
 PROMPT = families.prompts(1)[0]
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "top_p": 0.9, "repetition_penalty": 1.1}
 FAST = ("layerskip", "speculative")
-METHODS = [name for name, row in ROWS.items() if not row.variant]
+METHODS = [*COMMON]
 
 
 @contextmanager

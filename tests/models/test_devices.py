@@ -15,11 +15,11 @@ import skipstone
 from skipstone.cli import main
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
-from skipstone.methods import METHODS
 from skipstone.models import unsupported
 from skipstone.models.device_map import input_device
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
+from tests.helpers.conformance import COMMON
 from tests.helpers.pairwise import slow_except
 from tests.helpers.pretended import DEVICE_ROWS
 from tests.helpers.several_devices import FIRST, SECOND, There, pretended_devices
@@ -32,7 +32,7 @@ PLACES: dict[str, tuple[str, list[str]]] = {
     "tokens elsewhere": ("lazy:0", ["lazy:0", "lazy:0", "lazy:1", "lazy:0", "lazy:1", "lazy:1"]),
 }
 """Where offloaded parts compute; where the embedding is, each of four layers, and what is behind them."""
-EVERY = [*METHODS, "layerskip, some tokens", "adasd, some tokens"]
+EVERY = [*COMMON, "layerskip, some tokens", "adasd, some tokens"]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_what_is_offloaded_to_disk_writes_the_same(tmp_path: Path, what: str, st
     model = offloaded(tmp_path, MAPS[what])
     assert any(one.is_meta for one in model.parameters())
     engine = ModelRunner(model, "eager").engine
-    for index, name in [*enumerate(METHODS)][::step]:
+    for index, name in [*enumerate(COMMON)][::step]:
         assert_same(model, "llama", name, drawn=bool(index % 2))
     assert ModelRunner(model, "eager").engine is engine, "the facts hold although weights come and go"
     assert any(one.is_meta for one in model.parameters()), "and weights do go"

@@ -19,18 +19,17 @@ from skipstone import AdaDecode, Swift
 from skipstone.cli import main
 from skipstone.engines.loading import load_model
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.methods import METHODS
 from skipstone.models import tensor_parallel, unsupported
 from skipstone.models.fingerprint import fingerprint
 from tests.helpers import families
-from tests.helpers.conformance import ROWS
+from tests.helpers.conformance import COMMON, ROWS
 from tests.helpers.served import free_port
 from tests.helpers.support import save
 from tests.helpers.training import in_processes
 
 NEW = 8  # tokens
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "seed": 5}
-EVERY = [*METHODS, "layerskip, some tokens"]
+EVERY = [*COMMON, "layerskip, some tokens"]
 
 
 def texts(model: Any) -> dict[str, Any]:
