@@ -433,3 +433,28 @@ def test_a_head_without_finite_logits_changes_no_text(engine: str, model: Any, p
     while loop.busy:
         drafted += loop.step().drafted[0]
     assert drafted > 10
+
+
+@torch.no_grad()
+def second_tokens_are_the_target_s(path: Path) -> None:
+    """Chi-square of 4,000 second tokens, which the head drafts, against the target's own probabilities."""
+    target, folder = right_pair(path, noise=0.8, sharpness=0.4)
+    ids, runner, rows = prompts((6,), seed=2)[0], ModelRunner(target), 500
+    first = target(ids[None]).logits[0, -1].double().softmax(-1)
+    texts = torch.cat([ids.expand(97, -1), torch.arange(97)[:, None]], 1)
+    expected = 8 * rows * first @ target(texts).logits[:, -1].double().softmax(-1)
+    counts, accepted, method = torch.zeros(97, dtype=torch.float64), 0, Eagle3(str(folder), num_speculative_tokens=2)
+    for start_seed in range(0, 8 * rows, rows):
+        asked = [Request(ids, 3, sampling=Sampling(1.0, seed=start_seed + row)) for row in range(rows)]
+        found, figures, _ = machine.decode(method, runner, asked)
+        counts += torch.bincount(torch.tensor([text[1] for text in found]), minlength=97)
+        accepted += figures.accepted
+    assert 0.2 < accepted / (8 * rows) < 0.95
+    assert float(expected.min()) > 5
+    found_square, degrees = float(((counts - expected) ** 2 / expected).sum()), 96
+    assert found_square < degrees + 5 * (2 * degrees) ** 0.5, (found_square, degrees)
+
+
+def test_drawn_texts_have_the_target_s_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_tokens_are_the_target_s(tmp_path / "right")
+    planted.assert_found(planted.recovered_from_p, lambda: second_tokens_are_the_target_s(tmp_path / "wrong"), monkeypatch)
