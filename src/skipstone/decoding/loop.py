@@ -223,7 +223,7 @@ class DecodingLoop:
         for row, verdict in enumerate(verdicts):
             if verdict.is_broken:
                 for _, store in self.session.stores:
-                    store.length[row] = 0
+                    store.length[row] = 0 if row in step.finished else store.length[row]
                     store.clear(row)
         return step
 
