@@ -84,7 +84,7 @@ def attach_mtp(model: Any, wanted: bool = True) -> None:
 
 
 def attached_mtp(target: ModelRunner, feedback: Feedback = "normed") -> MtpHead | None:
-    """The MTP head of a model whose layer has been read; None without one."""
+    """The MTP head of a model, if its layer has been read; else None."""
     model = target.model
     return load_mtp(target, feedback) if isinstance(_LAYERS.known(model).get("mtp"), MtpLayer) else None
 

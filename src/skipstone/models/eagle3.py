@@ -172,7 +172,7 @@ def _expect_eagle3(name: str | Path, config: Mapping[str, Any], tensors: Mapping
 
 
 def _ids(name: str, tensors: HeadTensors, d2t: Tensor | None, t2d: Tensor | None) -> Tensor | None:
-    """The target's ids of the rows of the LM head, whose rows are sorted by them. `d2t` has offsets: id i means i + d2t[i]."""
+    """The target's ids of the LM head's rows, which are sorted by them here. `d2t` has offsets: id i means i + d2t[i]."""
     head = tensors.get("lm_head.weight")
     if d2t is None:
         return None
@@ -247,7 +247,7 @@ class Eagle3Model(MappedModel):
     def __init__(
         self, files: HeadFiles, target: Any, num_states: int, norm_before_residual: bool | None, norm_output: bool | None
     ) -> None:
-        """target: a `DecoderModel`, whose embedding and LM head are used if the files have none. num_states: E. The others
+        """target: a `DecoderModel`. Its embedding and LM head are used if the files have none. num_states: E. The others
         replace settings of the files. UnmappableError, the end of a sentence about the head, for what does not fit."""
         self._files, self._target, self._num_states = files, target, num_states
         self.owns_embedding = "embed_tokens.weight" in files.tensors

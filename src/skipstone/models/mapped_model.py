@@ -30,7 +30,7 @@ class Part(nn.Module):
 
 
 class Mlp(Part):
-    """A gated MLP of three matrices, or of two whose first one makes gate and up."""
+    """A gated MLP: gate, up and down, or one matrix for gate and up, and down."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., d] -> [..., d], with three matrices."""
