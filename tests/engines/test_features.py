@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 @dataclass(frozen=True)
 class Observed(Method):
-    """Another method, whose drafter observes states as well. features: all states of a row, in order."""
+    """Another method. Its drafter observes states as well. features: all states of a row, in order."""
 
     name: ClassVar[str] = "observed"
 

@@ -70,7 +70,7 @@ def chain_logits(head: FeatureHead, tokens: Tensor, states: Tensor, drafts: Sequ
 
 @torch.no_grad()
 def transformers_logits(model: Any, tokens: Tensor, states: Tensor, drafts: Sequence[int]) -> Tensor:
-    """The same by transformers' own MTP, whose one layer runs again for every draft."""
+    """The same by transformers' own MTP. Its one layer runs again for every draft."""
     config = model.config
     if getattr(config, "mtp_layer_types", None) is None:
         config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]

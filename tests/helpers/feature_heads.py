@@ -17,7 +17,7 @@ LLAMA3_ROPE: dict[str, Any] = {
     **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
 }
-"""Frequencies of Llama 3 of which some are scaled, some are not and one is in between, for heads of 12."""
+"""Rotary phases of Llama 3. Of the six frequencies of a head of size 12, some are scaled and one is in between."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def edit_weights(path: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
 
 
 def random_matrix(generator: torch.Generator, rows: int, columns: int, gain: float = 1.0) -> Tensor:
-    """Weights [rows, columns] that keep the size of what they multiply, times the gain."""
+    """Weights [rows, columns]. Products have the standard deviation of their inputs, times the gain."""
     return torch.randn(rows, columns, generator=generator) * gain * columns**-0.5
 
 

@@ -70,7 +70,7 @@ class HeadReference:
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of what leaves the layer. [d] -> [V]; -inf for tokens that the head cannot draft."""
+        """Logits of the layer's output, [d] -> [V]; -inf for tokens that the head cannot draft."""
         raise NotImplementedError
 
     def draft_positions(self, columns: int, drafts: int) -> Tensor:

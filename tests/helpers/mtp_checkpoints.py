@@ -186,7 +186,7 @@ def _fused(block: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
-    """Weights that make every part count. What linear attention draws for its decays is left as it is."""
+    """Weights that make every part count. Linear attention keeps the decays that it draws."""
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

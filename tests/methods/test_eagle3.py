@@ -81,7 +81,7 @@ LISTED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 
 
 def checked(model: Any, folder: Path, depths: Any, run: Run) -> list[int]:
-    """The number of logits at every depth, all of which equal the reference. Drafts were accepted and rejected."""
+    """Assert that all logits equal the reference, and that drafts were accepted and rejected. Returns their number by depth."""
     assert 0 < run.accepted < run.drafted
     counts = of_eagle3(model, folder, depths).assert_logits(run.records)
     assert len(counts) == DRAFTS
@@ -259,7 +259,7 @@ LAWS: dict[str, tuple[dict[str, Any], set[tuple[int, int]]]] = {
 
 
 def law(folder: Path, settings: dict[str, Any], patch: pytest.MonkeyPatch) -> Any:
-    """The exact law of a text whose drafts never are the last of three tokens. Returns drafted and accepted counts."""
+    """Check the exact law of a text of three tokens; the last one is never drafted. Returns drafted and accepted counts."""
     patch.setattr(eagle3_head, "Eagle3Head", Head64)
     target: Any = machine.llama(vocab=VOCAB, hidden=8, layers=4, head=2.0, seed=2)
     target = target if settings.get("native") else target.double()

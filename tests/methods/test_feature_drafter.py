@@ -235,7 +235,7 @@ def test_replayed_logits_are_those_of_the_reference_and_leave_the_row_right(case
 
 
 class Rows:
-    """A loop whose rows get requests one by one. It knows what the target will say, and records all drafts."""
+    """A loop that admits requests one by one. It knows the target's texts, and records all drafts."""
 
     def __init__(self, case: Case, rows: int = 3, chunk: int = 16, **settings: Any) -> None:
         self.case = case

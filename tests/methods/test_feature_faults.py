@@ -47,7 +47,7 @@ def target(kind: str) -> tuple[ModelRunner, list[list[int]]]:
 
 
 def with_head(kind: str) -> tuple[Any, Expected]:
-    """A method whose head has not been read yet, and the reference."""
+    """A method that has not read its head yet, and the reference."""
     model: Any = target(kind)[0].model
     if kind == "mtp":
         return Mtp(num_speculative_tokens=3), Expected(model, MtpReference(Path(model.config.name_or_path)))

@@ -486,7 +486,7 @@ struct Case {
     return made;
   }
 
-  // Size of what enters a layer.
+  // Number of floats of a token that enter a layer.
   int64_t entering(int64_t index) const { return m.hidden * (index < m.depth && layers[size_t(index)].norm_of_embedding != nullptr ? 2 : 1); }
 
   // Numbers of threads that are not there, but none that would start dozens.

@@ -32,7 +32,7 @@ ENGINES = [
 
 
 def plan(patch: pytest.MonkeyPatch, *decisions: Decision) -> list[str]:
-    """Let auto carry out these decisions in turn. Returns the kinds that it has carried out, as they come."""
+    """Let auto carry out these decisions, one after the other. Returns a list that gets the kind of each."""
     carried_out: list[str] = []
 
     def decide(*_: object) -> Decision:
@@ -114,7 +114,7 @@ def test_two_heads_with_different_depths_in_one_session(
 
 
 def test_heads_are_replayed_and_reuse_prefixes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Replays come before drafts, in a batch whose rows are used again with a prefix of other rows."""
+    """Replays come before drafts. Rows are used again with a prefix of other rows."""
     model, folder, depths = both_heads(tmp_path)
     runner, replayed = ModelRunner(model, "eager"), list[str]()
     plan(monkeypatch, Decision(PLAIN, steps=40), chain("eagle3"), chain("mtp"))

@@ -16,7 +16,6 @@ from skipstone.decoding.method import DraftingMethod
 from skipstone.decoding.prefill import PREFILL_CHUNK, Prefill
 from skipstone.decoding.request import Request
 from skipstone.decoding.settings import RejectionRule, setting
-from skipstone.engines.engine import SurvivalThresholds
 from skipstone.engines.feature_head import FeatureHead
 from skipstone.engines.host_transfer import on_device, to_device
 from skipstone.engines.kv_cache import KVCache
@@ -39,7 +38,7 @@ class FeatureMethod(DraftingMethod):
 
     num_speculative_tokens: int = setting(3, "maximum drafts a step.", kw_only=True)
     confidence_threshold: Threshold = setting(
-        None, "stop drafting after a token whose probability is below it; none: never.", within=(0, 1), kw_only=True
+        None, "a draft less probable than this is the last of its step; none: no such limit.", within=(0, 1), kw_only=True
     )
     rejection_sample_method: RejectionRule = setting(
         "standard", '"standard" is Leviathan\'s rule; "coupled" draws drafts from the target\'s own noise', kw_only=True
@@ -184,11 +183,6 @@ class FeatureDrafter(OwnCacheDrafter):
 
     # ------------------------------------------------------------------------------------------------ one step
 
-    def propose_draft(self, limits: list[int], stop_rule: SurvivalThresholds | None = None) -> Draft:
-        if not any(limits):
-            return Draft.empty(self.view.rows, self.view.root.device, self.view.start_forward(limits))
-        return super().propose_draft(limits, stop_rule)
-
     def next_logits(self, chain: DraftChain, forward: PartialForward) -> Tensor:
         """Logits of the head after the newest token. It never reads the last token of a chain."""
         live, device = [row for row, alive in enumerate(self.view.alive) if alive], self.head.device
@@ -223,9 +217,9 @@ class FeatureDrafter(OwnCacheDrafter):
 
     def draft_in_one_call(self, max_drafts: list[int], forward: PartialForward) -> Draft | None:
         """The greedy chain in one call of the head's engine, which begins with the last unread column."""
-        if not (self.head.engine.supports_chains and self.sampler.uses_argmax_only):
-            return None
         drafts = [count if alive else -1 for count, alive in zip(max_drafts, self.view.alive, strict=True)]
+        if max(drafts) <= 0 or not (self.head.engine.supports_chains and self.sampler.uses_argmax_only):
+            return None
         live = [row for row, count in enumerate(drafts) if count > 0]
         if older := {row: count - 1 for row in live if (count := self._num_unread(row)) > 1}:
             self._store_columns(older)

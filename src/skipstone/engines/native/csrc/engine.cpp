@@ -231,7 +231,7 @@ inline void reserve_rows(const Matrices& matrices, int64_t n, int64_t stride, in
   }
 }
 
-// Size of what enters a layer: a state, or an embedding and a state.
+// Number of floats of a token that enter a layer: a state, or an embedding and a state.
 inline int64_t entering_size(const Model& m, int64_t index) {
   return index < m.depth && m.layers[index].norm_of_embedding != nullptr ? 2 * m.hidden : m.hidden;
 }
