@@ -28,7 +28,14 @@ CELL = {"model": "m", "number": 0, "task": "sums", "temperature": 0.0, "question
 def about() -> list[dict[str, Any]]:
     names = ("hf-generate", "autoregressive", "layerskip")
     methods = {name: {"method": name, "settings": {}, "lossless": True} for name in names}
-    facts: dict[str, Any] = {"type": "llama", "layers": 4, "dtype": "float32", "device": "cpu", "synthetic": None}
+    facts: dict[str, Any] = {
+        "type": "llama",
+        "layers": 4,
+        "dtype": "float32",
+        "device": "cpu",
+        "synthetic": None,
+        "weights": "w",
+    }
     facts |= {
         "ceiling": {"tokens_per_second": 400.0, "bandwidth_gb_per_second": 10.0},
         "refused": {"hf-early-exit": "it cannot"},
@@ -52,7 +59,7 @@ def lines(**changes: Any) -> list[dict[str, Any]]:
             "autoregressive": row(101, 1.0 + 0.1, digest, plain, scores=[{**score}]),
             "layerskip": row(101, 0.5 + 0.05, digest if index else "other", own, repeated_share=looping, scores=[score]),
         }
-        prompt = {"index": index, "source": f"sums {index}", "digest": f"d{index}", "prompt_tokens": [7]}
+        prompt = {"index": index, "place": 10 + index, "digest": f"d{index}", "prompt_tokens": [7]}
         found.append({"kind": "prompt", **CELL, **prompt, "rows": {**rows, **changes}})
     return found
 

@@ -1,4 +1,4 @@
-"""`skipstone bench`: run, report, compare, surrogate."""
+"""`skipstone bench`: run, report, compare, record, repeat, surrogate."""
 
 import sys
 from dataclasses import asdict, dataclass
@@ -191,6 +191,57 @@ def compare(
     changes = reports.compare(before, after)
     print(reports.table(changes, tolerance).markdown())
     if any(change.regressions(tolerance) for change in changes):
+        raise typer.Exit(DEFECT)
+
+
+@bench.command("record")
+@takes_groups
+def record(
+    files: list[Path] = argument("Files of results.", metavar="RESULTS..."),
+    out: Path = option(Path("records.jsonl"), "The file of records."),
+) -> None:
+    """Store each row of a run as a small record: figures, seconds of every prompt, and all that repeats the row."""
+    option_groups.expect_writable(out)
+    _check_results(files)
+    from skipstone.lab.bench import records
+
+    records.write(out, [one for file in files for one in records.records_of(file)])
+
+
+@bench.command("repeat")
+@takes_groups
+def repeat(
+    file: Path = argument("The file of records."),
+    task: str | None = option(None, "The record's task."),
+    method: str | None = option(None, "The record's label."),
+    temperature: float | None = option(None, "The record's temperature.", min=0.0),
+    model: str | None = option(None, "A folder or hub id with the same weights. Default: the record's."),
+    data_dir: Path | None = option(None, "Folder of JSON lines, instead of the hub."),
+    threads: int | None = option(None, "CPU threads. Default: the record's.", min=1),
+    out: Path = _results("repeated.jsonl"),
+    fresh: bool = FRESH,
+) -> None:
+    """Measure a record's row again, on the same prompts. Exit code 1 if the speed-up leaves the stored interval."""
+    option_groups.expect_readable(file)
+    option_groups.expect_folder(data_dir)
+    option_groups.expect_writable(out)
+    from skipstone.lab.bench import records
+    from skipstone.lab.bench.run import run as measure
+
+    known = records.read(file)
+    row = records.select(known, task, method, temperature)
+    plain = records.baseline(row, known)
+    if model is not None:
+        option_groups.expect_model(model)
+    plan = records.repeat_plan(row, plain, model, data_dir, threads)
+    measure(plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
+    found = {one["label"]: one for one in records.records_of(out)}
+    again = found[row["label"]], found[plain["label"]]
+    print(records.compare((row, plain), again).markdown())
+    expected, ratio = records.speedup(row, plain), records.speedup(*again)
+    is_inside = expected.low <= ratio.value <= expected.high
+    print(f"{ratio.value:.2f} x plain decoding, {'inside' if is_inside else 'OUTSIDE'} the stored interval.")
+    if not is_inside:
         raise typer.Exit(DEFECT)
 
 

@@ -149,7 +149,7 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
         for sample in range(2):
             for turn in range(turns):
                 first = (line["index"] + sample + turn) % 3
-                seed, length = 1000 * line["index"] + sample, line["prompt_tokens"][sample * turns + turn]
+                seed, length = 1000 * line["place"] + sample, line["prompt_tokens"][sample * turns + turn]
                 expected += [(name, seed, length) for name in order[first:] + order[:first]]
     assert asked == expected
     assert any(row["digests"][0] != row["digests"][-1] for line in lines for row in line["rows"].values())

@@ -48,6 +48,7 @@ class TaskOptions(SettingsPart):
 
     shots: int | None = Field(default=None, ge=0)
     num_prompts: int | None = Field(default=None, ge=1)
+    places: tuple[int, ...] | None = Field(default=None, min_length=1)
     skip_looping: bool | None = None
     prompt_tokens: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
@@ -134,6 +135,8 @@ def task_settings(plan: BenchPlan, task: PlannedTask) -> TaskSettings:
     settings = replace(USUAL if protocol is None else protocols.settings(protocol, task.task), **given)
     if settings.temperature == 0 and given.get("top_p", 1) < 1:
         raise ValueError(f"task {task.task}: top_p={settings.top_p} means nothing at temperature 0")
+    if settings.places is not None and (settings.num_prompts is not None or settings.skip_looping):
+        raise ValueError(f"task {task.task}: places name the prompts, so num_prompts and skip_looping choose none")
     if settings.temperature == 0 and settings.samples > 1:
         raise ValueError(f"task {task.task}: {settings.samples} samples at temperature 0 would all be the same text")
     return settings

@@ -28,18 +28,24 @@ from skipstone.utils.processor_watch import ProcessorWatch
 
 USUAL_PROMPTS = 20  # prompts to report if neither the plan nor a protocol says
 CHUNK = 256  # positions whose logits exist at once
-NOT_ASKED = ("num_prompts", "skip_looping", "ours")  # settings of a task that do not change its prompts
+NOT_ASKED = ("num_prompts", "places", "skip_looping", "ours")  # settings of a task that do not change its prompts
 
 PromptSplit = tuple[list[TaskConversation], list[TaskConversation]]  # disjoint prompts for choices, and to report
 
 
 def conversations(task: Task, settings: TaskSettings, plan: BenchPlan, data: Path | None) -> PromptSplit:
-    """Prompts drawn by the seed, as evenly over the task's categories as possible. ValueError if there are too few.
+    """The prompts that `places` names, else drawn by the seed, as evenly over the task's categories as possible.
+
+    ValueError if there are too few.
 
     With `skip_looping` the prompts to report are all but those for choices, in the order in which they are to be tried.
     """
     records, examples = task.records(data), task.examples(settings.shots, data)
     places = draw_places([*map(task.category, records)], plan.seed)
+    if settings.places is not None:
+        if beyond := [place for place in settings.places if place >= len(records)]:
+            raise ValueError(f"task {task.name} has {len(records)} prompts, none at place {beyond[0]}")
+        places = [*settings.places, *(place for place in places if place not in settings.places)]
     spare = plan.tune_prompts if has_choices(plan) else 0
     wanted = num_reported(settings, len(records) - spare)
     tuned = min(spare, max(0, len(records) - wanted))
@@ -51,14 +57,18 @@ def conversations(task: Task, settings: TaskSettings, plan: BenchPlan, data: Pat
     def converse(place: int) -> TaskConversation:
         turns = prompt_of(task, records[place], examples)
         turns = tuple(map(tabbed, turns) if settings.tabs else turns)
-        return TaskConversation(f"{task.name} {place}", turns, record=records[place])
+        return TaskConversation(f"{task.name} {place}", turns, record=records[place], place=place)
 
     tried = places[:wanted] + places[wanted + tuned :] if settings.skip_looping else sorted(places[:wanted])
+    if settings.places is not None:
+        tried = [*settings.places]
     return [*map(converse, places[wanted : wanted + tuned])], [*map(converse, tried)]
 
 
 def num_reported(settings: TaskSettings, available: int) -> int:
     """Number of prompts to report."""
+    if settings.places is not None:
+        return len(settings.places)
     if settings.num_prompts is not None:
         return settings.num_prompts
     return available if settings.protocol else min(USUAL_PROMPTS, available)
@@ -226,14 +236,14 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
             first = (index + sample + turn) % len(labels)
             for label in labels[first:] + labels[:first]:
                 with ProcessorWatch() as watch:
-                    measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * index + sample)
+                    measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * one.place + sample)
                 waited.append(watch.waited_share or 0.0)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), answers[labels[0]].texts[-1]))
     _score(answers, one, run)
     if not all(engine.lossless for engine in engines.values()):
         _add_log_likelihoods(run.model, answers)
-    about = {"index": index, "source": one.source, "category": run.task.category(one.record), "digest": one.digest}
+    about = {"index": index, "place": one.place, "category": run.task.category(one.record), "digest": one.digest}
     about["waited_share"] = fmean(waited)
     rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
     for label, engine in engines.items():

@@ -31,10 +31,11 @@ def digest(tokens: Sequence[int]) -> str:
 class TaskConversation:
     """The user's turns, or token ids for models without a tokenizer."""
 
-    source: str  # name and number in its data set
+    source: str  # name and place in its data set
     turns: tuple[str, ...] = ()  # the user's
     ids: Tensor | None = None  # [T] int64, instead of turns
     record: Record = field(default_factory=dict)  # the data set's, for scores
+    place: int = 0  # of the record in the data set
 
     def __len__(self) -> int:
         return 1 if self.ids is not None else len(self.turns)

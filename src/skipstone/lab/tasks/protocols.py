@@ -14,6 +14,7 @@ class TaskSettings:
 
     shots: int = 0  # solved examples before the question
     num_prompts: int | None = None  # prompts to report; None takes all
+    places: tuple[int, ...] | None = None  # these records of the data set, in this order, instead of drawn ones
     skip_looping: bool = False  # replace prompts on which plain greedy decoding repeats itself
     prompt_tokens: int | None = None  # longer prompts lose their beginning
     max_new_tokens: int = 512  # of every turn

@@ -92,11 +92,10 @@ def test_layer_sets_have_the_speedup_that_swifts_equation_expects(tmp_path: Path
 def test_exit_heads_are_counted_over_the_groups_prompts(tmp_path: Path) -> None:
     """Three prompts of 101 tokens: 60 predictions accepted, 12 of 72 rejected."""
     group = group_of(tmp_path / "a.jsonl", adadecode())
-    assert tables.exit_counts(group, "a") == {
-        int(layer): {name: 3 * count for name, count in counts.items()} for layer, counts in EXITS.items()
-    }
-    assert tables.early_prediction_rates(group, "a") == (pytest.approx(60 / 303), pytest.approx(12 / 72))
-    assert tables.early_prediction_rates(group, "autoregressive") == (None, None)
+    exits = {layer: {name: 3 * count for name, count in counts.items()} for layer, counts in EXITS.items()}
+    expected = {"exits": exits, "share": pytest.approx(60 / 303), "rejected": pytest.approx(12 / 72)}
+    assert group.over_all("a")["early_predictions"] == expected
+    assert group.over_all("autoregressive")["early_predictions"] is None
     cells = cells_of(tables.by_exit_head(group))
     assert [*cells] == ["a", "b", "c"]
     assert [*cells["a"].values()][1:] == ["0.20", "20%", "17%", "6: 50% (25%), 12: 50% (0%)", "2/3", "2.22"]

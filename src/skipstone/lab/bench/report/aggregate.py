@@ -138,6 +138,9 @@ class MeasurementGroup:
             "score_changes": self._score_changes(label, lines),
             "means": _means(rows),
             "lossless": self.about["methods"][label]["lossless"],
+            "log_likelihood": _log_likelihood(rows),
+            "layer_set": _layer_set(rows),
+            "early_predictions": _early_predictions(rows),
         }
         for reference in REFERENCES:
             other = self.label_of(reference)
@@ -212,6 +215,41 @@ def _means(rows: Sequence[Line]) -> dict[str, float]:
     """Means over all tokens, by AdaSD's names; names without a count are left out."""
     totals = add_counts([(row.get("grown") or {}).get("means", {}) for row in rows]) or {}
     return {name: total["sum"] / total["count"] for name, total in totals.items() if total["count"]}
+
+
+def _log_likelihood(rows: Sequence[Line]) -> float | None:
+    """Mean log-likelihood of the tokens under the target in nats, or None if it was not measured."""
+    if any(row.get("log_likelihood") is None for row in rows):
+        return None
+    return share(sum(row["log_likelihood"] for row in rows), sum(row["tokens"] for row in rows))
+
+
+def _layer_set(rows: Sequence[Line]) -> dict[str, Any] | None:
+    """What is known of the set of skipped layers after the last prompt, or None for other methods."""
+    known = rows[-1].get("known")
+    if not known or "skipped" not in known:
+        return None
+    about = {name: known.get(name) for name in ("skip_ratio", "matchness", "evaluations")}
+    return {**about, "left_out": sum(map(len, known["skipped"].values()))}
+
+
+def _early_predictions(rows: Sequence[Line]) -> dict[str, Any] | None:
+    """AdaDecode's counts, or None for other methods.
+
+    exits: exit layer -> counts of tests, predicted, accepted and rejected. share: of the tokens. rejected: share of the judged
+    predictions (Figures 5b and 5c).
+    """
+    exits = add_counts([(row.get("grown") or {}).get("exits", {}) for row in rows])
+    if not exits:
+        return None
+    accepted, rejected = (sum(counts[name] for counts in exits.values()) for name in ("accepted", "rejected"))
+    tokens = sum(row["tokens"] for row in rows)
+    return {"exits": exits, "share": share(accepted, tokens), "rejected": share(rejected, accepted + rejected)}
+
+
+def share(count: float, total: float) -> float | None:
+    """count / total, or None if the total is 0."""
+    return count / total if total else None
 
 
 def _mean_by_draft_steps(rows: Sequence[Line]) -> float | None:

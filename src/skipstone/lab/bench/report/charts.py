@@ -10,7 +10,6 @@ from typing import Any
 
 from skipstone.lab.bench.plan import BASELINE
 from skipstone.lab.bench.report.aggregate import PARTS, MeasurementGroup, tokens_per_second
-from skipstone.lab.bench.report.tables import early_prediction_rates, layer_sets
 from skipstone.methods.adadecode.adadecode import AdaDecode
 from skipstone.utils.extras import installed
 
@@ -170,12 +169,12 @@ def by_threshold(group: MeasurementGroup) -> dict[str, list[Point]]:
         if group.about["methods"][label]["method"] != AdaDecode.name or label in group.tuned:
             continue
         settings = {"guard": AdaDecode.guard, "confidence_threshold": AdaDecode.confidence_threshold, **group.settings(label)}
-        early, rejected = early_prediction_rates(group, label)
-        speedup = group.over_all(label).get("decode_speedup")
-        if not settings["guard"] and early is not None and speedup is not None:
+        figures = group.over_all(label)
+        early, speedup = figures.get("early_predictions"), figures.get("decode_speedup")
+        if not settings["guard"] and early and speedup is not None:
             threshold = settings.pop("confidence_threshold")
             family = families.setdefault(json.dumps(settings, sort_keys=True), {})
-            family[threshold] = (speedup, early, rejected or 0.0)
+            family[threshold] = (speedup, early["share"], early["rejected"] or 0.0)
     points = max(families.values(), key=len, default={})
     if len(points) < 3:
         return {}
@@ -185,8 +184,8 @@ def by_threshold(group: MeasurementGroup) -> dict[str, list[Point]]:
 
 def _layer_sets(group: MeasurementGroup) -> dict[str, Any]:
     """SWIFT's Figures 6, 7 and 12: speed and matchness along the text, and the layer sets over time."""
-    reports = layer_sets(group)
-    if not reports:
+    last = {label: group.rows(label)[-1].get("known") or {} for label in group.labels}
+    if not (reports := {label: known for label, known in last.items() if "skipped" in known}):
         return {}
     labels = {group.display_name(label): label for label in group.labels if label != group.label_of(BASELINE)}
     speed = {name: _along_text(group, label)[0] for name, label in labels.items()}

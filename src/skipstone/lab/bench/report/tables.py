@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from skipstone.lab.bench.plan import BASELINE, THEIRS
-from skipstone.lab.bench.prompts import add_counts
-from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup, tokens_per_second
+from skipstone.lab.bench.report.aggregate import EARLY_EXIT, PARTS, VANILLA, MeasurementGroup, share, tokens_per_second
 from skipstone.lab.bench.run_file import Line
 from skipstone.lab.timing.measure import WARM_UP_TOKENS
 from skipstone.lab.timing.statistics import LOOPING, NGRAM
@@ -66,11 +65,6 @@ def fill(template: str, figures: Figures) -> str:
         return template.format_map(figures)
     except (KeyError, TypeError):  # TypeError: a figure is None
         return NONE
-
-
-def share(count: float, total: float) -> float | None:
-    """count / total, or None if the total is 0."""
-    return count / total if total else None
 
 
 SCORE = "{name} {value:.3f} ({low:.3f}-{high:.3f})"
@@ -145,22 +139,33 @@ NO_FIGURES: Figures = {"prompts": 0, "speedups": {}, "equal": {}, "means": {}, "
 
 def _figures(group: MeasurementGroup, label: str, lines: Sequence[Line]) -> dict[str, Any]:
     """What cells know of a method: its name, settings and figures over some lines, some of them as texts."""
-    figures, settings = group.figures(label, lines) or NO_FIGURES, group.settings(label)
-    parts = [f"{part}_ms_per_step" for part in ("draft", "score", "other")]
+    return cells_of(group.display_name(label), group.settings(label), group.figures(label, lines) or NO_FIGURES)
+
+
+def cells_of(name: str, settings: Mapping[str, Any], figures: Figures) -> dict[str, Any]:
+    """A method's figures (`MeasurementGroup.figures`) with the texts that templates of cells name."""
     speed, memory, steps = (figures.get(name) for name in ("tokens_per_second", "peak_memory", "steps"))
-    equal = figures["equal"].get(BASELINE)
+    equal, early, has_drafts = figures["equal"].get(BASELINE), figures.get("early_predictions"), bool(figures.get("drafted"))
+    is_known = figures.get("lossless") or figures["means"]  # without verification nothing counts overruled tokens
+    spent = {part: figures.get(f"{part}_ms_per_step") for part in PARTS}
+    exits = early["exits"] if early else {}
     return {
         **figures,
-        "name": group.display_name(label),
+        "name": name,
         "settings": settings,
         "intervals": {reference: _interval(**one) for reference, one in figures["speedups"].items()},
         "score": ", ".join(SCORE.format(name=name, **one) for name, one in figures["scores"].items()) or NONE,
         "score_change": ", ".join(_change(**one) for one in figures["score_changes"].values()) or NONE,
-        "step_milliseconds": "+".join(f"{figures[part]:.1f}" for part in parts if part in figures) or NONE,
+        "step_milliseconds": "+".join(f"{spent[part]:.1f}" for part in PARTS[1:] if spent[part] is not None) or NONE,
+        "search_share": share(spent["search"] or 0.0, sum(one or 0.0 for one in spent.values())),
         "milliseconds_per_token": speed and 1000 / speed,
         "peak_mebibytes": memory and memory / 2**20,
-        "per_step": {name: figures[name] / steps for name in ("drafted", "accepted")} if steps else {},
+        "per_step": {name: figures[name] / steps for name in ("drafted", "accepted")} if steps and has_drafts else {},
+        "overruled_share": figures["overruled"] / figures["tokens"] if has_drafts and is_known else None,
         "consistency": None if equal is None else equal / figures["prompts"],
+        "same": NONE if equal is None else f"{equal}/{figures['prompts']}",
+        "threshold": settings.get("confidence_threshold", AdaDecode.confidence_threshold if early else None),
+        "at_exits": ", ".join(f"{layer}: {_exit_shares(**counts)}" for layer, counts in exits.items()),
         "draft_length": next((settings[name] for name in DRAFT_LENGTHS if name in settings), NONE),
     }
 
@@ -238,21 +243,12 @@ def _by_exit(group: MeasurementGroup) -> Table:
     return _table(group, f"{group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced", cells, rows)
 
 
-# ---------------------------------------------------------------------------------------------- layer sets
-
-
-def layer_sets(group: MeasurementGroup) -> dict[str, Mapping[str, Any]]:
-    """Label -> the report of a method that skips layers, after the group's last prompt."""
-    reports = {label: group.rows(label)[-1].get("known") for label in group.labels}
-    return {label: report for label, report in reports.items() if report and "skipped" in report}
-
-
 LAYER_SETS = {
     "method": "{name}",
-    "skip ratio": "{skip_ratio:.2f}",
-    "left out": "{left_out}",
-    "matchness": "{matchness:.2f}",
-    "judged": "{evaluations}",
+    "skip ratio": "{layer_set[skip_ratio]:.2f}",
+    "left out": "{layer_set[left_out]}",
+    "matchness": "{layer_set[matchness]:.2f}",
+    "judged": "{layer_set[evaluations]}",
     "steps that drafted": "{drafting_share:.0%}",
     "time in search": "{search_share:.1%}",
     "c": COLUMNS["c"],
@@ -261,75 +257,15 @@ LAYER_SETS = {
     "E": COLUMNS["predicted"],
     "decode speed-up": "{decode_speedup:.2f}",
 }
-
-
-def by_layer_set(group: MeasurementGroup) -> Table:
-    """Final layer sets, with the speed-up that SWIFT's Eq. 6 expects and the measured one.
-
-    c and v are the costs of a draft pass and of scoring, in plain steps; E is Eq. 6 with v = 1 and with the measured v.
-    """
-    rows = []
-    for label, report in layer_sets(group).items():
-        row = {**_figures(group, label, group.lines), **report, "left_out": sum(map(len, report["skipped"].values()))}
-        milliseconds = [row.get(f"{part}_ms_per_step", 0.0) for part in PARTS]
-        row["search_share"] = share(milliseconds[0], sum(milliseconds))
-        rows.append(row)
-    return _table(group, "layer sets, all prompts", LAYER_SETS, rows)
-
-
-# ---------------------------------------------------------------------------------------------- exit heads
-
-
-def exit_counts(group: MeasurementGroup, label: str) -> dict[int, dict[str, int]]:
-    """Exit layer -> counts of tests, predicted, accepted and rejected over the group's prompts."""
-    total = add_counts([(row.get("grown") or {}).get("exits", {}) for row in group.rows(label)]) or {}
-    return {int(layer): counts for layer, counts in total.items()}
-
-
-def early_prediction_rates(group: MeasurementGroup, label: str) -> tuple[float | None, float | None]:
-    """(share of tokens predicted early, share of judged predictions rejected): AdaDecode's Figures 5b and 5c."""
-    exits = exit_counts(group, label).values()
-    accepted, rejected = (sum(counts[name] for counts in exits) for name in ("accepted", "rejected"))
-    tokens = sum(row["tokens"] for row in group.rows(label))
-    return (share(accepted, tokens) if exits else None), share(rejected, accepted + rejected)
-
-
 EXIT_HEADS = {
     "method": "{name}",
     "threshold": "{threshold:.2f}",
-    "tokens predicted early": "{early:.0%}",
-    "rejected": "{rejected:.0%}",
+    "tokens predicted early": "{early_predictions[share]:.0%}",
+    "rejected": "{early_predictions[rejected]:.0%}",
     "of the tests at each exit (rejected)": "{at_exits}",
     "same texts": "{same}",
     "decode speed-up": "{decode_speedup:.2f}",
 }
-
-
-def by_exit_head(group: MeasurementGroup) -> Table:
-    """One row per AdaDecode: threshold, early predictions overall and per exit, and texts equal to plain decoding's."""
-    rows = []
-    for label in group.labels:
-        if exits := exit_counts(group, label):
-            row = _figures(group, label, group.lines)
-            row["threshold"] = row["settings"].get("confidence_threshold", AdaDecode.confidence_threshold)
-            row["early"], row["rejected"] = early_prediction_rates(group, label)
-            row["at_exits"] = ", ".join(f"{layer}: {_exit_shares(**counts)}" for layer, counts in exits.items())
-            pairs = group.pairs_with_plain(label)
-            equal = sum(own["digests"] == plain["digests"] for own, plain in pairs)
-            row["same"] = f"{equal}/{len(pairs)}" if pairs and not group.temperature else NONE
-            rows.append(row)
-    return _table(group, "early predictions, all prompts", EXIT_HEADS, rows)
-
-
-def _exit_shares(tests: int, predicted: int, accepted: int, rejected: int) -> str:
-    """The share of tests that predicted, and of judged predictions that were rejected."""
-    shares = {"predicted": share(predicted, tests), "rejected": share(rejected, accepted + rejected)}
-    return f"{fill('{predicted:.0%}', shares)} ({fill('{rejected:.0%}', shares)})"
-
-
-# -------------------------------------------------------------------------------------------- draft models
-
-
 DRAFT_MODELS = {
     "method": "{name}",
     "tokens/s": COLUMNS["tokens/s"],
@@ -348,28 +284,37 @@ DRAFT_MODELS = {
 }
 
 
-def log_likelihood(group: MeasurementGroup, label: str) -> float | None:
-    """Mean log-likelihood of a method's tokens under the target in nats, or None if it was not measured."""
-    rows = group.rows(label)
-    if any(row.get("log_likelihood") is None for row in rows):
-        return None
-    return share(sum(row["log_likelihood"] for row in rows), sum(row["tokens"] for row in rows))
+def by_layer_set(group: MeasurementGroup) -> Table:
+    """Final layer sets, with the speed-up that SWIFT's Eq. 6 expects and the measured one.
+
+    c and v are the costs of a draft pass and of scoring, in plain steps; E is Eq. 6 with v = 1 and with the measured v.
+    """
+    rows = [row for row in _rows(group) if row["layer_set"]]
+    return _table(group, "layer sets, all prompts", LAYER_SETS, rows)
+
+
+def by_exit_head(group: MeasurementGroup) -> Table:
+    """One row per AdaDecode: threshold, early predictions overall and per exit, and texts equal to plain decoding's."""
+    rows = [row for row in _rows(group) if row["early_predictions"]]
+    return _table(group, "early predictions, all prompts", EXIT_HEADS, rows)
 
 
 def by_draft_model(group: MeasurementGroup) -> Table:
     """One row per method, if one of them may change the text or reports entropies and distances."""
-    rows = []
-    for label in group.labels:
-        row = _figures(group, label, group.lines)
-        row["log_likelihood"] = log_likelihood(group, label)
-        if row.get("drafted"):
-            is_known = row["lossless"] or row["means"]  # nothing counts it without verification
-            row["overruled_share"] = share(row["overruled"], row["tokens"]) if is_known else None
-        else:
-            row |= {"per_step": {}, "acceptance_rate": None}
-        rows.append(row)
+    rows = _rows(group)
     is_relevant = any(row["means"] or row["log_likelihood"] is not None for row in rows)
     return _table(group, "drafts, and what keeping them costs, all prompts", DRAFT_MODELS, rows if is_relevant else [])
+
+
+def _rows(group: MeasurementGroup) -> list[Figures]:
+    """The figures of every method over all prompts."""
+    return [_figures(group, label, group.lines) for label in group.labels]
+
+
+def _exit_shares(tests: int, predicted: int, accepted: int, rejected: int) -> str:
+    """The share of tests that predicted, and of judged predictions that were rejected."""
+    shares = {"predicted": share(predicted, tests), "rejected": share(rejected, accepted + rejected)}
+    return f"{fill('{predicted:.0%}', shares)} ({fill('{rejected:.0%}', shares)})"
 
 
 LAYOUTS = (*BY_METHOD, *ACROSS_TASKS)
