@@ -38,6 +38,11 @@ def charts(group: MeasurementGroup) -> dict[str, str]:
     return {title: _svg(figure, f"{title}: {group.title}") for title, figure in drawn.items() if figure is not None}
 
 
+def speedup_chart(figures: Mapping[str, Any], title: str) -> str:
+    """SVG of speed-ups over plain decoding. figures: name -> what `MeasurementGroup.figures` returns, two names at least."""
+    return _svg(_speedups(figures), title)
+
+
 def _axes(x: str = "", y: str = "", left: float = 0.12, reference: float | None = None) -> tuple[Any, Any]:
     """A figure and its axes. x, y: labels. left: the margin as a share of the width. reference: height of a horizontal line."""
     figure = installed("matplotlib.figure", "pictures need matplotlib").Figure(figsize=SIZE)
@@ -72,7 +77,7 @@ def _svg(figure: Any, title: str) -> str:
     return "".join(text.getvalue().partition("<svg")[1:])
 
 
-def _speedups(figures: dict[str, Any]) -> Any:
+def _speedups(figures: Mapping[str, Any]) -> Any:
     """Bars with 95 % intervals."""
     intervals = {name: one["speedups"][BASELINE] for name, one in figures.items() if BASELINE in one["speedups"]}
     if len(intervals) < 2:

@@ -153,7 +153,7 @@ def cells_of(name: str, settings: Mapping[str, Any], figures: Figures) -> dict[s
         **figures,
         "name": name,
         "settings": settings,
-        "intervals": {reference: _interval(**one) for reference, one in figures["speedups"].items()},
+        "intervals": {reference: interval(**one) for reference, one in figures["speedups"].items()},
         "score": ", ".join(SCORE.format(name=name, **one) for name, one in figures["scores"].items()) or NONE,
         "score_change": ", ".join(_change(**one) for one in figures["score_changes"].values()) or NONE,
         "step_milliseconds": "+".join(f"{spent[part]:.1f}" for part in PARTS[1:] if spent[part] is not None) or NONE,
@@ -170,7 +170,8 @@ def cells_of(name: str, settings: Mapping[str, Any], figures: Figures) -> dict[s
     }
 
 
-def _interval(value: float, low: float, high: float) -> str:
+def interval(value: float, low: float, high: float) -> str:
+    """A cell with a value and its interval."""
     exact = high - low < 1e-9  # a method compared with itself, or a single prompt
     return f"{value:.2f}" if exact else f"{value:.2f} ({low:.2f}-{high:.2f})"
 

@@ -1,0 +1,183 @@
+"""Writes the tables, figures and pictures of the pages from the stored results in docs/lab/results.
+
+    python recipes/results.py [--check]
+
+--check writes nothing and fails if a page and the results differ. NAME is a file of docs/lab/results without its ending, TASK
+a task, TASK@1 the task at a temperature of 1, LABEL a method's label, COLUMN a column of `skipstone bench report`, or "x", the
+speed-up without its interval.
+
+    <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it, up to an empty line
+    <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
+    [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
+    ![words](FILE.svg "chart of NAME TASK: LABEL; LABEL")                   speed-ups as bars
+
+Without labels, every row of the run is shown. TEXT stands in the table instead of the label.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from skipstone.lab.bench import records
+from skipstone.lab.bench.records import Record
+from skipstone.lab.bench.report import tables
+from skipstone.lab.bench.report.charts import speedup_chart
+from skipstone.lab.bench.report.tables import Table, cells_of, fill
+from skipstone.utils.files import digest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path("docs", "lab", "results")
+PAGES = ("README.md", "docs/**/*.md")
+COLUMNS = {
+    **tables.DRAFT_MODELS,
+    **tables.EXIT_HEADS,
+    **tables.LAYER_SETS,
+    **tables.COLUMNS,
+    "x": "{speedups[autoregressive][value]:.2f}",
+}
+TABLE = re.compile(r"(<!-- (?P<kind>results|categories) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL)
+LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
+CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
+
+
+class Results:
+    """The stored results of a folder of pages."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.load = cache(lambda name: records.read(root / RESULTS / f"{name}.jsonl"))
+
+    def cells(self, rows: str) -> list[tuple[str, list[Record]]]:
+        """(task, its records) for "NAME TASK TASK". ValueError if a task has none."""
+        name, *tasks = rows.split()
+        found = []
+        for task in tasks:
+            plain, _, temperature = task.partition("@")
+            wanted = {"task": plain, "temperature": float(temperature or 0)}.items()
+            if not (own := [one for one in self.load(name) if wanted <= one.items()]):
+                raise ValueError(f"{name} has no record of the task {task}")
+            found.append((task, own))
+        return found
+
+    def table(self, rows: str, shown: str) -> str:
+        """A row for each method; every task has the columns."""
+        columns, _, chosen = shown.partition(";")
+        cells, names = self.cells(rows), [column.strip() for column in columns.split(",")]
+        texts = _texts(chosen) or dict.fromkeys(one["label"] for _, own in cells for one in own)
+        head = ["method", *(name if len(cells) == 1 else f"{_title(task)}, {name}" for task, _ in cells for name in names)]
+        lines = []
+        for label, text in texts.items():
+            found = [next((one for one in own if one["label"] == label), None) for _, own in cells]
+            if not any(found):
+                raise ValueError(f"{rows} has no row {label!r}")
+            lossy = "" if all(one["lossless"] for one in found if one) else " (lossy)"
+            figures = [_cell(one, name) if one else tables.NONE for one in found for name in names]
+            lines.append([text or label + lossy, *figures])
+        return Table("", head, lines).markdown().partition("\n\n")[2]
+
+    def categories(self, rows: str, shown: str) -> str:
+        """A row for each category of a task's prompts, with the speed-up of every method."""
+        ((_, own),) = self.cells(rows)
+        labels = [*_texts(shown)]
+        kinds, lines = own[0]["categories"], []
+        for kind in sorted({*kinds}):
+            chosen = [_named(own, label) for label in labels]
+            looping = chosen[0]["looping"]
+            n = sum(one == kind and place not in looping for one, place in zip(kinds, chosen[0]["places"], strict=True))
+            ratios = (records.speedup(one, records.baseline(one, own), kind) for one in chosen)
+            lines.append([kind, str(n), *(tables.interval(**vars(ratio)) for ratio in ratios)])
+        return Table("", ["category", "n", *labels], lines).markdown().partition("\n\n")[2]
+
+    def figures(self, column: str, rows: str, labels: str) -> str:
+        """The values of a column: those of a label's tasks, then those of the next label."""
+        cells = self.cells(rows)
+        values = [[_cell(_named(own, label.strip()), column) for _, own in cells] for label in labels.split(";")]
+        return "; ".join(", ".join(one) for one in values)
+
+    def chart(self, rows: str, labels: str) -> str:
+        """A picture with a hash of what it shows, since another matplotlib draws it otherwise."""
+        ((task, own),) = self.cells(rows)
+        shown = {label: _named(own, label)["figures"] for label in _texts(labels)}
+        drawn = speedup_chart(shown, f"{own[0]['model']}, {_title(task)}")
+        return drawn + f"<!-- {self.chart_digest(rows, labels)} -->\n"
+
+    def chart_digest(self, rows: str, labels: str) -> str:
+        """A hash of what a picture shows."""
+        ((_, own),) = self.cells(rows)
+        return digest({label: _named(own, label)["figures"]["speedups"] for label in _texts(labels)})
+
+    def render(self, page: str) -> str:
+        """A page with its tables and figures. ValueError for a name that no record has."""
+
+        def table(found: re.Match[str]) -> str:
+            draw: Callable[[str, str], str] = getattr(self, {"results": "table"}.get(found["kind"], found["kind"]))
+            return found[1] + draw(found["rows"], (found["shown"] or "").lstrip(":")).rstrip("\n")
+
+        def link(found: re.Match[str]) -> str:
+            return f"[{self.figures(found['column'], found['rows'], found['labels'])}]{found['link']}"
+
+        return LINK.sub(link, TABLE.sub(table, page))
+
+
+def _title(task: str) -> str:
+    name, _, temperature = task.partition("@")
+    return f"{name}, T = {temperature}" if temperature else name
+
+
+def _texts(chosen: str) -> dict[str, str]:
+    """LABEL -> TEXT of "LABEL = TEXT; LABEL"; the text is empty where none is given."""
+    parts = (one.partition(" = ") for one in chosen.split(";") if one.strip())
+    return {label.strip(): text.strip() for label, _, text in parts}
+
+
+def _named(own: list[Record], label: str) -> Record:
+    if (found := next((one for one in own if one["label"] == label), None)) is None:
+        raise ValueError(
+            f"{own[0]['model']}, {own[0]['task']} has no row {label!r}; it has {', '.join(one['label'] for one in own)}"
+        )
+    return found
+
+
+def _cell(record: Record, column: str) -> str:
+    if column not in COLUMNS:
+        raise ValueError(f"there is no column {column!r}; there are {', '.join(COLUMNS)}")
+    figures: Any = tables.NO_FIGURES | record["figures"]
+    return fill(COLUMNS[column], cells_of(record["label"], record["settings"], figures))
+
+
+def changes(root: Path) -> Iterator[tuple[Path, str]]:
+    """(file, its content) of every page and picture that differs from the results. ValueError names the page of a fault."""
+    results = Results(root)
+    for path in (path for pattern in PAGES for path in sorted(root.glob(pattern))):
+        old = path.read_text(encoding="utf-8")
+        try:
+            new = results.render(old)
+            for found in CHART.finditer(old):
+                picture = path.parent / found["file"]
+                shown = picture.read_text(encoding="utf-8") if picture.exists() else ""
+                if results.chart_digest(found["rows"], found["labels"]) not in shown:
+                    yield picture, results.chart(found["rows"], found["labels"])
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        if new != old:
+            yield path, new
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    try:
+        found = [*changes(ROOT)]
+    except ValueError as error:
+        sys.exit(str(error))
+    for path, content in found:
+        print(path.relative_to(ROOT))
+        if not args.check:
+            path.write_text(content, encoding="utf-8")
+    if args.check and found:
+        sys.exit("these pages differ from docs/lab/results: run `python recipes/results.py`")
