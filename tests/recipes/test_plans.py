@@ -11,7 +11,7 @@ from skipstone.lab.bench import plan as plans
 from skipstone.utils.yaml_files import mapping
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "measure"
-PLANS = sorted(FOLDER.glob("*.yaml"))
+PLANS = sorted(FOLDER.rglob("*.yaml"))
 assert PLANS, "there are plans"
 
 
