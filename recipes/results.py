@@ -9,6 +9,7 @@ speed-up without its interval.
     <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it, up to an empty line
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
     [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
+    <!-- processes start-NAME -->                                        whole processes, by recipes/measure/start.py
     ![words](FILE.svg "chart of NAME TASK: LABEL; LABEL")                   speed-ups as bars
 
 Without labels, every row of the run is shown. TEXT stands in the table instead of the label.
@@ -27,7 +28,7 @@ from skipstone.lab.bench.records import Record
 from skipstone.lab.bench.report import tables
 from skipstone.lab.bench.report.charts import speedup_chart
 from skipstone.lab.bench.report.tables import Table, cells_of, fill
-from skipstone.utils.files import digest
+from skipstone.utils.files import digest, read_lines
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("docs", "lab", "results")
@@ -39,7 +40,9 @@ COLUMNS = {
     **tables.COLUMNS,
     "x": "{speedups[autoregressive][value]:.2f}",
 }
-TABLE = re.compile(r"(<!-- (?P<kind>results|categories) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL)
+TABLE = re.compile(
+    r"(<!-- (?P<kind>results|categories|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL
+)
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
 
@@ -91,6 +94,12 @@ class Results:
             ratios = (records.speedup(one, records.baseline(one, own), kind) for one in chosen)
             lines.append([kind, str(n), *(tables.interval(**vars(ratio)) for ratio in ratios)])
         return Table("", ["category", "n", *labels], lines).markdown().partition("\n\n")[2]
+
+    def processes(self, name: str, shown: str) -> str:
+        """Medians of whole processes."""
+        from recipes.measure import start
+
+        return start.table(read_lines(self.root / RESULTS / f"{name.strip()}.jsonl"))
 
     def figures(self, column: str, rows: str, labels: str) -> str:
         """The values of a column: those of a label's tasks, then those of the next label."""
@@ -168,6 +177,7 @@ def changes(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

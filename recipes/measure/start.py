@@ -1,7 +1,7 @@
 """How long a user waits: seconds from the start of a process to its first token, its last token and its end, and its memory.
 
     python recipes/measure/start.py --models nano FOLDER FOLDER:int4 [--methods auto autoregressive] [--runs 5] [--shapes 1b 8b]
-        [--tokenizer FOLDER] [--folder runs/start] [--peer "PROGRAM -m FILE.gguf -n 64 ..."]
+        [--tokenizer FOLDER] [--folder runs/start] [--peer "PROGRAM -m FILE.gguf -n 64 ..."] [--out RECORDS.jsonl]
 
 Every model is decoded by `skipstone generate` in fresh processes, 64 greedy tokens each. The first start has an empty cache,
 the second one what the first has left. The files are in the page cache in both. FOLDER:int8 and FOLDER:int4 quantise. --shapes
@@ -9,7 +9,8 @@ makes Llama models with random weights in bfloat16 and the tokenizer of another 
 int4 (8b: int4 only). A peer is any command that writes its text to the standard output, such as llama.cpp's. It must not repeat
 the prompt (llama.cpp: --no-display-prompt), because the first byte counts as the first token. Commands take turns, and methods
 change their order, because a virtual machine may hand out memory more slowly to the first. Medians of all runs are printed as a
-Markdown table, with the processor's name. A busy machine is reported.
+Markdown table, with the processor's name. A busy machine is reported. --out stores the seconds of every process, a row on each
+line, for the pages of docs/lab.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipstone.utils.processor_watch import machine_seconds, was_busy
 
@@ -37,6 +38,7 @@ SHAPES = {
 """Llama shapes with 32 heads and a vocabulary of 49,152 tokens."""
 QUANTISED = {"1b": ("", ":int8", ":int4"), "8b": (":int4",)}
 IMPORTS = ("torch", "tokenizers", "safetensors", "jinja2")
+NAMES = ("model", "method", "start")  # of a row
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -140,8 +142,8 @@ def peer_name(command: str) -> str:
     return " ".join([Path(words[0]).name, *[Path(word).name for word in words if word.endswith(".gguf")]])
 
 
-def measure(models: list[str], methods: list[str], peers: list[str], runs: int, new_tokens: int) -> None:
-    """Run all commands in turns, and print the table."""
+def measure(models: list[str], methods: list[str], peers: list[str], runs: int, new_tokens: int) -> list[dict[str, Any]]:
+    """Run all commands in turns. Returns their rows; every field of `Start` is a list with a value for each run."""
     found: dict[tuple[str, str, str], list[Start]] = {}
     imports = f"import {', '.join(IMPORTS)}; print(flush=True)"
     with tempfile.TemporaryDirectory() as folder:
@@ -157,16 +159,27 @@ def measure(models: list[str], methods: list[str], peers: list[str], runs: int, 
                             found.setdefault((Path(model).name, method, start), []).append(one)
             for peer in peers:
                 found.setdefault((peer_name(peer), "", ""), []).append(started(shlex.split(peer), Path(folder)))
-    from skipstone.lab.timing.machine import cpu  # which imports torch
+    from skipstone.lab.timing.machine import provenance  # which imports torch
 
-    print(f"{cpu()}, {os.cpu_count()} processors, {runs} runs, {new_tokens} tokens\n")
-    print("| model | method | start | first token, s | last token, s | end, s | peak MB |\n" + "| --- " * 7 + "|")
+    about = provenance(sys.argv, 0)
+    about = {key: about[key] for key in ("cpu", "cpus", "git", "time", "packages")} | {"new_tokens": new_tokens}
+    rows = []
     for names, starts in found.items():
-        first, last, end, peak, _ = (statistics.median(values) for values in zip(*starts, strict=True))
-        print(f"| {' | '.join(names)} | {first:.2f} | {last:.2f} | {end:.2f} | {peak:.0f} |")
-    busy_share = statistics.median(start.busy_share for starts in found.values() for start in starts)
-    if was_busy(busy_share):
-        print(f"\nthe machine was busy: other programs used {busy_share:.0%} of the processors' time")
+        times = {
+            name: [float(f"{value:.4g}") for value in values]
+            for name, values in zip(Start._fields, zip(*starts, strict=True), strict=True)
+        }
+        rows.append({**dict(zip(NAMES, names, strict=True)), **times, **about})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians as a Markdown table."""
+    lines = ["| model | method | start | first token, s | last token, s | end, s | peak MB |", "| --- " * 7 + "|"]
+    for row in rows:
+        first, last, end, peak, _ = (statistics.median(row[name]) for name in Start._fields)
+        lines.append(f"| {' | '.join(row[name] for name in NAMES)} | {first:.2f} | {last:.2f} | {end:.2f} | {peak:.0f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -179,13 +192,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--peer", action="append", default=[], help="a command to compare with; several times")
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
+    parser.add_argument("--out", type=Path, help="a file of JSON lines")
     asked = parser.parse_args()
     models = list(asked.models)
     for shape in asked.shapes:
         with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # it imports torch, whose memory would count in the peaks
             place = apart.submit(make_shape, shape, asked.folder, asked.tokenizer).result()
         models += [f"{place}{kind}" for kind in QUANTISED[shape]]
-    measure(models, asked.methods, asked.peer, asked.runs, asked.new_tokens)
+    rows = measure(models, asked.methods, asked.peer, asked.runs, asked.new_tokens)
+    print(f"{rows[0]['cpu']}, {os.cpu_count()} processors, {asked.runs} runs, {asked.new_tokens} tokens\n\n{table(rows)}")
+    busy_share = statistics.median(share for row in rows for share in row["busy_share"])
+    if was_busy(busy_share):
+        print(f"\nthe machine was busy: other programs used {busy_share:.0%} of the processors' time")
+    if asked.out is not None:
+        asked.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

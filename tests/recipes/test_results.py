@@ -1,5 +1,6 @@
 """Pages that are written from stored results: tables, figures in sentences, pictures, and what a check finds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from recipes.results import ROOT, changes
 from skipstone.lab.bench import records
 from skipstone.lab.bench.records import Record, baseline, rounded, speedup
 
-STORED = sorted((ROOT / "docs" / "lab" / "results").glob("*.jsonl"))
+FILES = sorted((ROOT / "docs" / "lab" / "results").glob("*.jsonl"))
+STORED = [path for path in FILES if not path.stem.startswith("start-")]
 MAX_BYTES = 2_000_000
 
 
@@ -80,6 +82,14 @@ def test_categories_have_the_speed_up_of_their_own_prompts(root: Path) -> None:
     ]
 
 
+def test_whole_processes_are_shown_by_their_medians(root: Path) -> None:
+    times = {"first": [0.1, 0.9, 0.2], "last": [1.0, 3.0, 2.0], "end": [2.0] * 3, "peak": [7.0] * 3, "busy_share": [0.0] * 3}
+    row = {"model": "m", "method": "auto", "start": "first", **times}
+    (root / "docs" / "lab" / "results" / "start-tiny.jsonl").write_text(json.dumps(row) + "\n")
+    shown = rendered(root, "<!-- processes start-tiny -->\n").splitlines()
+    assert shown[-1] == "| m | auto | first | 0.20 | 2.00 | 2.00 | 7 |"
+
+
 def test_figures_in_a_sentence_are_those_of_the_records(root: Path) -> None:
     page = '[9, 9](x.md#y "x of tiny sums sums@1: swift, paper") and [old](x.md "x plain of tiny sums: swift, paper; adasd").\n'
     assert rendered(root, page) == (
@@ -131,4 +141,4 @@ def test_stored_speed_ups_follow_from_the_stored_seconds(path: Path) -> None:
 
 
 def test_the_stored_results_are_small() -> None:
-    assert sum(path.stat().st_size for path in STORED) <= MAX_BYTES
+    assert sum(path.stat().st_size for path in FILES) <= MAX_BYTES
