@@ -103,7 +103,7 @@ FLAGS = {
     "cache verify": "",
     "bench run": f"""models --plan --method --task --protocol --data-dir --out --num-prompts --skip-looping --prompt-tokens
         --max-new-tokens --temperature --top-p --samples --shots --chat --no-chat --tune --tune-prompts --tune-tokens
-        --ignore-eos --perplexity --allow-code-execution {ENGINE} --threads --seed --fresh --no-fresh""",
+        --ignore-eos --perplexity --allow-code-execution {ENGINE} --threads --device-map --seed --fresh --no-fresh""",
     "bench surrogate": f"""shape --agreement --exit-layer --skip-ratio --sure --contexts --method --out --num-prompts
         --prompt-tokens --max-new-tokens --tune-prompts {ENGINE} --threads --seed --fresh --no-fresh""",
     "bench report": "files --format --layout --out --pictures",

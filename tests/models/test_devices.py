@@ -15,6 +15,8 @@ import skipstone
 from skipstone.cli import main
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
+from skipstone.lab.bench import plan, run_file
+from skipstone.lab.bench.run import run as bench
 from skipstone.models import unsupported
 from skipstone.models.device_map import input_device
 from skipstone.models.fingerprint import fingerprint
@@ -184,3 +186,23 @@ def test_the_command_line_takes_a_device_map(tmp_path: Path, capsys: pytest.Capt
     halves = run("--device-map", json.dumps(HALF), "--offload-folder", str(tmp_path / "offloaded"))
     assert halves[:2] == run("--device-map", "auto")[:2] == whole[:2]
     assert "--device-map is neither a word nor JSON" in run("--device-map", "{half")[2]
+
+
+def test_a_benchmark_takes_a_device_map(tmp_path: Path) -> None:
+    folder = save(families.build("llama"), tmp_path / "model")
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "ab the"}\n{"prompt": "abc stop"}\n')
+    common = {"models": [str(folder)], "tasks": [str(tmp_path / "mine.jsonl")], "max_new_tokens": 8}
+    common["methods"] = ["hf-generate", "autoregressive", "layerskip exit_layer=2"]
+
+    def measured(name: str, **more: Any) -> tuple[str, list[Any]]:
+        lines = run_file.read(bench(plan.read(None, {**common, **more}), tmp_path / name, [], lambda _: None))
+        (engine,) = (line["engine_reason"] for line in lines if line["kind"] == "model")
+        prompts = [line for line in lines if line["kind"] == "prompt"]
+        return engine, [{label: row["digests"] for label, row in line["rows"].items()} for line in prompts]
+
+    places = {"model": "cpu", "lm_head": "disk"}
+    reason, halves = measured("halves.jsonl", device_map=places)
+    assert "on cpu and offloaded" in reason
+    assert halves == measured("whole.jsonl", engine="eager")[1]
+    with pytest.raises(ValueError, match="device_map places the weights, found device='meta' as well"):
+        measured("both.jsonl", device_map=places, device="meta")

@@ -65,6 +65,7 @@ class PlanOptions(EngineOptions):
     perplexity: bool | None = option(None, "How well every exit predicts the tasks' answers, too.", "--perplexity")
     allow_code_execution: bool | None = option(None, "Score programs by running them, in a sandbox.", "--allow-code-execution")
     dtype: str | None = option(None, choices=option_groups.DTYPES)
+    device_map: Any = option_groups.DEVICE_MAP
     seed: int | None = option(None, "Of prompts, draws and intervals. Default: 0.", min=0)
 
 

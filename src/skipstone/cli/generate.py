@@ -1,6 +1,5 @@
 """`skipstone generate`: continue a prompt. The text goes to stdout while it is decoded, everything else to stderr."""
 
-import json
 import secrets
 import sys
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from skipstone.cli import option_groups, terminal
-from skipstone.cli.option_groups import GenerationModelOptions, MethodOptions, SamplingOptions
+from skipstone.cli.option_groups import DEVICE_MAP, GenerationModelOptions, MethodOptions, SamplingOptions
 from skipstone.cli.options import OptionGroup, option
 from skipstone.cli.terminal import INTERRUPTED
 
@@ -96,21 +95,11 @@ class GenerationOptions(SamplingOptions, panel="Decoding"):
             raise ValueError("--stop takes a text, found an empty one")
 
 
-def _read_device_map(text: str | None) -> Any:
-    """--device-map as transformers takes it: a word, or a JSON object."""
-    if text is None or not text.lstrip().startswith("{"):
-        return text
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--device-map is neither a word nor JSON ({error}), found {text!r}") from None
-
-
 @dataclass(frozen=True)
 class PlacedModelOptions(GenerationModelOptions, panel="Devices"):
     """A model that may lie on several devices."""
 
-    device_map: Any = option(None, 'Layers on several devices: "auto", or JSON of modules and devices.', read=_read_device_map)
+    device_map: Any = DEVICE_MAP
     offload_folder: Path | None = option(None, "Where weights go that --device-map sends to disk.")
     tp_plan: str | None = option(None, '"auto": the processes of `torchrun ... -m skipstone` share the weights.', "--tp")
 

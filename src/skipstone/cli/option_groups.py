@@ -48,6 +48,16 @@ def expect_writable(*files: Path | None) -> None:
             raise PermissionError(13, "no permission to write it", str(file))
 
 
+def _read_device_map(text: str | None) -> Any:
+    """--device-map as transformers takes it: a word, or a JSON object."""
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--device-map is neither a word nor JSON ({error}), found {text!r}") from None
+
+
 CONFIG = "config.json"  # every folder and repository of a model has it
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENGINES = ("auto", "eager", "native", "compiled")  # as in skipstone.engines, which would import torch
@@ -109,6 +119,7 @@ MODEL = argument("A folder, a hub id or a .gguf file. Default: the bundled model
 DTYPE = option("auto", "auto is the checkpoint's.", choices=DTYPES)
 DEVICE = option("auto", "auto is cuda where there is one, else cpu.")
 ENGINE = option("auto", "auto is native where it can run the model.", choices=ENGINES)
+DEVICE_MAP = option(None, 'Layers on several devices: "auto", or JSON of modules and devices.', read=_read_device_map)
 QUANTIZE = option("none", "what the native engine quantises the weights to.", choices=QUANTIZED)
 
 

@@ -85,6 +85,7 @@ class BenchPlan(TaskOptions):
     data_dir: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    device_map: str | dict[str, int | str] | None = None  # places layers on several devices, as in `skipstone.load`
     engine: Literal["auto", "eager", "native", "compiled"] = "auto"
     quantize: Literal["none", "int8", "int4"] = "none"  # of the native engine's weights
     threads: int | None = Field(default=None, ge=1)

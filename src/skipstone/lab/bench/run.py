@@ -57,8 +57,13 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
     tasks = resolved(plan)
     prompts = [conversations(task, settings, plan, plan.data_dir) for task, settings in tasks]
     check_scores(plan, [task for task, _ in tasks], say)
-    device = usable_device(plan.device)
-    header = {**plan.model_dump(mode="json"), "device": str(device), "asked": [fingerprint(split) for split in prompts]}
+    is_placed = plan.device_map is not None
+    device = "cpu" if is_placed and plan.device == "auto" else str(usable_device(plan.device))
+    header = {
+        **plan.model_dump(mode="json"),
+        "device": plan.device if is_placed else device,
+        "asked": [fingerprint(split) for split in prompts],
+    }
     for name in plan.models:
         expect_config(name)
     with RunFile(path, header, machine.provenance(argv, plan.seed), fresh) as journal:
@@ -67,7 +72,7 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
             say(f"skipstone: warning: {path} was begun with other code (commit {commit[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
             options = {"dtype": plan.dtype, "device": device, "engine": plan.engine, "quantize": plan.quantize}
-            model, tokenizer = load_to_measure(name, **options)
+            model, tokenizer = load_to_measure(name, device_map=plan.device_map, **options)
             subject = BenchModel(name or BUNDLED, model, tokenizer)
             entries = enter(journal, subject, plan, say)
             for number, ((task, settings), split) in enumerate(zip(tasks, prompts, strict=True)):
