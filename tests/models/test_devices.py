@@ -192,7 +192,7 @@ def test_a_benchmark_takes_a_device_map(tmp_path: Path) -> None:
     folder = save(families.build("llama"), tmp_path / "model")
     (tmp_path / "mine.jsonl").write_text('{"prompt": "ab the"}\n{"prompt": "abc stop"}\n')
     common = {"models": [str(folder)], "tasks": [str(tmp_path / "mine.jsonl")], "max_new_tokens": 8}
-    common["methods"] = ["hf-generate", "autoregressive", "layerskip exit_layer=2"]
+    common["methods"] = ["hf-generate", "autoregressive", "prompt_lookup"]
 
     def measured(name: str, **more: Any) -> tuple[str, list[Any]]:
         lines = run_file.read(bench(plan.read(None, {**common, **more}), tmp_path / name, [], lambda _: None))

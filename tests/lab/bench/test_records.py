@@ -19,6 +19,7 @@ PLAN = {
     "seed": 0,
     "dtype": "float32",
     "device": "cpu",
+    "device_map": None,
     "engine": "auto",
     "quantize": "none",
     "ignore_eos": True,

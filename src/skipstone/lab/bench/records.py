@@ -24,7 +24,7 @@ from skipstone.utils.processor_watch import was_busy
 Record = dict[str, Any]
 DIGITS = 4  # significant digits of measured values
 ENGINE = ("dtype", "device", "engine", "instructions", "quantize")  # of a model's line
-PLAN = ("dtype", "device", "engine", "quantize", "seed", "ignore_eos")  # of the plan
+PLAN = ("dtype", "device", "device_map", "engine", "quantize", "seed", "ignore_eos")  # of the plan
 CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
 KEYS = (
     *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "lossless"),
@@ -73,7 +73,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str) -> Record
         "spec": _spec(plan, group, name),
         "settings": {key: value for key, value in group.settings(name).items() if key != "python"},
         "lossless": group.about["methods"][name]["lossless"],
-        "plan": {key: plan[key] for key in PLAN},
+        "plan": {key: plan[key] for key in PLAN if key in plan},
         **{key: provenance[key] for key in ("cpu", "threads", "packages", "time")},
         "commits": [*dict.fromkeys(f"{one['sha'][:12]}{' changed' if one['dirty'] else ''}" for one in commits if one)],
         "prompts": digest([line["digest"] for line in lines]),
