@@ -8,6 +8,7 @@ speed-up without its interval.
 
     <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it, up to an empty line
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
+    <!-- models NAME TASK: COLUMN, COLUMN; LABEL = TEXT -->             mean over the run's models, and the range
     [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
     <!-- processes start-NAME -->                                        whole processes, by recipes/measure/start.py
     ![words](FILE.svg "chart of NAME TASK: LABEL; LABEL")                   speed-ups as bars
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from skipstone.lab.bench import records
@@ -41,7 +43,7 @@ COLUMNS = {
     "x": "{speedups[autoregressive][value]:.2f}",
 }
 TABLE = re.compile(
-    r"(<!-- (?P<kind>results|categories|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL
+    r"(<!-- (?P<kind>results|models|categories|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL
 )
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
@@ -81,6 +83,18 @@ class Results:
             figures = [_cell(one, name) if one else tables.NONE for one in found for name in names]
             lines.append([text or label + lossy, *figures])
         return Table("", head, lines).markdown().partition("\n\n")[2]
+
+    def models(self, rows: str, shown: str) -> str:
+        """A row for each method with means over all models of a run, such as trainings with other seeds."""
+        columns, _, chosen = shown.partition(";")
+        ((_, own),) = self.cells(rows)
+        names = [column.strip() for column in columns.split(",")]
+        texts = _texts(chosen) or dict.fromkeys(one["label"] for one in own)
+        lines = []
+        for label, text in texts.items():
+            of_label = [one for one in own if one["label"] == label]
+            lines.append([text or label, *(_mean([_cell(one, name) for one in of_label]) for name in names)])
+        return Table("", ["method", *names], lines).markdown().partition("\n\n")[2]
 
     def categories(self, rows: str, shown: str) -> str:
         """A row for each category of a task's prompts, with the speed-up of every method."""
@@ -141,6 +155,15 @@ def _texts(chosen: str) -> dict[str, str]:
     """LABEL -> TEXT of "LABEL = TEXT; LABEL"; the text is empty where none is given."""
     parts = (one.partition(" = ") for one in chosen.split(";") if one.strip())
     return {label.strip(): text.strip() for label, _, text in parts}
+
+
+def _mean(cells: list[str]) -> str:
+    """The mean of cells and their range, by the first number of each; its digits are theirs."""
+    if not cells or tables.NONE in cells:
+        return tables.NONE
+    numbers = [found[0] for cell in cells if (found := re.search(r"-?\d+\.?\d*", cell))]
+    digits, values = len(numbers[0].partition(".")[2]), [*map(float, numbers)]
+    return f"{fmean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
 def _named(own: list[Record], label: str) -> Record:

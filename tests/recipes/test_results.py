@@ -82,6 +82,16 @@ def test_categories_have_the_speed_up_of_their_own_prompts(root: Path) -> None:
     ]
 
 
+def test_models_of_one_run_have_a_mean_and_a_range(root: Path) -> None:
+    rows = [record("autoregressive", [2.0, 2.0], model=name, weights=name) for name in "abc"]
+    rows += [
+        record("swift, paper", [each, each], model=name, weights=name) for name, each in zip("abc", (1, 2, 1), strict=True)
+    ]
+    records.write(root / "docs" / "lab" / "results" / "seeds.jsonl", rows)
+    shown = rendered(root, "<!-- models seeds sums: x, tokens/s, M; swift, paper = ours -->\n").splitlines()
+    assert shown[-1] == "| ours | 1.67 (1.00-2.00) | 83.3 (50.0-100.0) | - |"
+
+
 def test_whole_processes_are_shown_by_their_medians(root: Path) -> None:
     times = {"first": [0.1, 0.9, 0.2], "last": [1.0, 3.0, 2.0], "end": [2.0] * 3, "peak": [7.0] * 3, "busy_share": [0.0] * 3}
     row = {"model": "m", "method": "auto", "start": "first", **times}
