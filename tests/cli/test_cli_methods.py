@@ -110,7 +110,7 @@ FLAGS = {
     "bench compare": "before after --tolerance",
     "bench record": "files --out",
     "bench repeat": "file --task --method --temperature --model --data-dir --threads --out --fresh --no-fresh",
-    "train layerskip": """recipe --output --fresh --no-fresh --data-dir --dry-run --no-dry-run --gpus --shape --mfu
+    "train layerskip": """recipe --output --fresh --no-fresh --seed --data-dir --dry-run --no-dry-run --gpus --shape --mfu
         --peak-tflops --json""",
     "train heads": """model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh --no-fresh""",
 }

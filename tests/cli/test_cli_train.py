@@ -37,6 +37,11 @@ def test_a_run_says_what_it_does_on_stderr_and_where_the_model_is_on_stdout(tmp_
     assert other.stdout == f"{tmp_path / 'other' / 'model'}\n"
     model = "model/model.safetensors"
     assert (tmp_path / "other" / model).read_bytes() == (tmp_path / "out" / model).read_bytes()
+    succeed("train", "layerskip", path, "--output", tmp_path / "seed", "--seed", 5)
+    whole = recipe(tmp_path, decoding={"method": "layerskip", "exit_layer": 1}, seed=5, **evaluated)
+    succeed("train", "layerskip", whole, "--output", tmp_path / "same", "--fresh")
+    assert (tmp_path / "seed" / model).read_bytes() == (tmp_path / "same" / model).read_bytes()
+    assert (tmp_path / "seed" / model).read_bytes() != (tmp_path / "out" / model).read_bytes()
 
 
 @pytest.mark.parametrize(

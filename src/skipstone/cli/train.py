@@ -37,6 +37,7 @@ def layerskip(
     output: Path | None = OUTPUT,
     data_dir: Path | None = DATA_DIR,
     fresh: bool = option(False, "Refuse to resume: the folder must be empty."),
+    seed: int | None = option(None, "Instead of the recipe's. Give each seed an --output.", min=0),
     *,
     estimate: EstimateOptions,
     as_json: bool = AS_JSON,
@@ -57,7 +58,7 @@ def layerskip(
     from skipstone.train.layerskip.run import run
 
     try:
-        folder = run(recipe, output, fresh, data_dir, say=partial(typer.echo, err=True))
+        folder = run(recipe, output, fresh, data_dir, seed, say=partial(typer.echo, err=True))
     except ImportError as error:  # an optional package of a setting: peft, or what an optimiser needs
         raise ValueError(str(error)) from error
     typer.echo(str(folder))

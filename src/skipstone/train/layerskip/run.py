@@ -43,14 +43,23 @@ MODEL = "model"  # folder in that of the run: the finished model
 ADAPTER = "adapter"  # folder in that of the finished model: the adapter alone, with LoRA
 
 
-def run(path: Path, output: Path | None = None, fresh: bool = False, data_dir: Path | None = None, say: Say = print) -> Path:
+def run(
+    path: Path,
+    output: Path | None = None,
+    fresh: bool = False,
+    data_dir: Path | None = None,
+    seed: int | None = None,
+    say: Say = print,
+) -> Path:
     """Train what a recipe describes; if it starts from another recipe, train that one first. A finished run is not repeated.
 
-    output: folder of the run, instead of the recipe's. fresh: refuse to resume. data_dir: folder of files that replace data
-    sets of the hub. Returns the folder of the finished model. ValueError for an impossible recipe and for a folder of another
-    run; OSError for missing data and for a full disk.
+    output, seed: folder of the run and its seed, instead of the recipe's. fresh: refuse to resume. data_dir: folder of files
+    that replace data sets of the hub. Returns the folder of the finished model. ValueError for an impossible recipe and for a
+    folder of another run; OSError for missing data and for a full disk.
     """
     recipe = read(path, data_dir)
+    if seed is not None:
+        recipe = recipe.model_copy(update={"seed": seed})
     if recipe.model.recipe is not None:
         start = run(path.parent / recipe.model.recipe, data_dir=data_dir, say=say)
         begun = recipe.model.model_copy(update={"pretrained": str(start.absolute()), "recipe": None})
