@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+import skipstone
 from recipes.data.edits import edits
 from recipes.data.signatures import signature
+from skipstone.assets import NANO
 from skipstone.train.data.sources import ScriptSource
 
 
@@ -63,6 +65,16 @@ def test_a_shortlist_is_the_commonest_tokens_ascending() -> None:
     shortlist, said = script("shortlist"), [[5, 9, 5], [9, 5, 2], [7]]
     assert shortlist.commonest(said, 2) == [5, 9]
     assert shortlist.commonest(said, 9) == [2, 5, 7, 9]
+
+
+def test_a_shortlist_of_texts_counts_all_texts_of_the_lines_and_is_filled_up(tmp_path: Path) -> None:
+    shortlist, tokenizer = script("shortlist"), skipstone.load()[1]
+    records = [{"question": "Who?", "turns": ["One.", "Two."], "number": 3}, {"answer": "Who?"}]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    found = list(shortlist.texts_of_lines(str(NANO), [tmp_path / "lines.jsonl"]))
+    assert [tokenizer.decode(ids) for ids in found] == ["Who?", "One.", "Two.", "Who?"]
+    assert shortlist.fill_up([1, 9], 5) == [0, 1, 2, 3, 9]
+    assert shortlist.fill_up([7, 8, 9], 3) == [7, 8, 9]
 
 
 def test_what_is_measured_on_was_not_trained_on() -> None:
