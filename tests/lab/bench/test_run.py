@@ -2,6 +2,7 @@
 
 import json
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,26 @@ def test_a_run_that_is_refused_leaves_no_file_in_the_way(folder: Path, tmp_path:
             run(plan(folder, **wrong), out, [], quiet)
     run(plan(folder, methods=["autoregressive"], num_prompts=1), out, [], quiet)
     assert [line["kind"] for line in run_file.read(out)] == ["run", "model", "first", "prompt"]
+
+
+@pytest.mark.parametrize("engine", ["auto", "eager"])
+def test_a_model_is_gone_before_the_next_one_is_loaded(
+    engine: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier: list[weakref.ref[Any]] = []
+    real = running.load_to_measure
+
+    def loaded(*given: Any, **more: Any) -> Any:
+        assert [one() for one in earlier] == [None] * len(earlier)
+        model, tokenizer = real(*given, **more)
+        earlier.extend(map(weakref.ref, (model, model.model.layers[0].mlp)))
+        return model, tokenizer
+
+    monkeypatch.setattr(running, "load_to_measure", loaded)
+    drafts = f"speculative draft_model={folder / 'model'}"
+    methods = ["hf-generate", "autoregressive", "layerskip exit_layer=1", "swift", "adadecode heads=original", drafts]
+    run(plan(folder, models=[str(folder / "model")] * 2, methods=methods, engine=engine), tmp_path / "a.jsonl", [], quiet)
+    assert len(earlier) == 4
 
 
 class Stopped(BaseException):

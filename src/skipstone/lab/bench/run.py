@@ -32,6 +32,7 @@ from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.data_sets import Task
 from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
+from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.timing import machine
 from skipstone.lab.timing.measure import WARM_UP_TOKENS, GenerationBackend, MethodBackend, measure, warm_up
 from skipstone.lab.timing.measure_costs import costs_of
@@ -41,6 +42,7 @@ from skipstone.utils.processor_watch import ProcessorWatch
 from skipstone.utils.progress import progress_bar
 
 Say = Callable[[str], None]  # reports progress to a user
+PlannedPrompts = tuple[tuple[Task, TaskSettings], PromptSplit]  # a task, and its prompts
 REDUCTION = 3  # one in so many candidates survives a rung
 RUNG_PROMPTS = 2
 MAX_TRIALS = 20  # best candidates with their speed in the file
@@ -71,22 +73,29 @@ def run(plan: BenchPlan, path: Path, argv: list[str], say: Say = print, fresh: b
         if (commit := journal.other_commit()) is not None:
             say(f"skipstone: warning: {path} was begun with other code (commit {commit[:12]}); --fresh begins anew")
         for name in plan.models or (None,):
-            options = {"dtype": plan.dtype, "device": device, "engine": plan.engine, "quantize": plan.quantize}
-            model, tokenizer = load_to_measure(name, device_map=plan.device_map, **options)
-            subject = BenchModel(name or BUNDLED, model, tokenizer)
-            entries = enter(journal, subject, plan, say)
-            for number, ((task, settings), split) in enumerate(zip(tasks, prompts, strict=True)):
-                free = ModelRunner(model).max_positions - settings.max_new_tokens
-                max_prompt_tokens = min(free, settings.prompt_tokens or free)
-                if max_prompt_tokens < 1:
-                    raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
-                builder = PromptBuilder(tokenizer, settings.chat, max_prompt_tokens)
-                task_run = TaskRun(subject, number, task, settings, builder, plan, journal)
-                measure_task(task_run, entries, split, say)
-                if plan.perplexity:
-                    measured = sorted({line["index"] for line in task_run.lines("prompt")})
-                    measure_exits(task_run, [split[1][index] for index in measured], say)
+            measure_model(name, device, plan, list(zip(tasks, prompts, strict=True)), journal, say)
     return path
+
+
+def measure_model(
+    name: str | None, device: str, plan: BenchPlan, tasks: Sequence[PlannedPrompts], journal: RunFile, say: Say
+) -> None:
+    """Run all tasks on one model. It is loaded here, so that its memory is free for the next one."""
+    options = {"dtype": plan.dtype, "device": device, "engine": plan.engine, "quantize": plan.quantize}
+    model, tokenizer = load_to_measure(name, device_map=plan.device_map, **options)
+    subject = BenchModel(name or BUNDLED, model, tokenizer)
+    entries = enter(journal, subject, plan, say)
+    for number, ((task, settings), split) in enumerate(tasks):
+        free = ModelRunner(model).max_positions - settings.max_new_tokens
+        max_prompt_tokens = min(free, settings.prompt_tokens or free)
+        if max_prompt_tokens < 1:
+            raise ValueError(f"{task.name}: {settings.max_new_tokens} new tokens a turn leave no room for a prompt")
+        builder = PromptBuilder(tokenizer, settings.chat, max_prompt_tokens)
+        task_run = TaskRun(subject, number, task, settings, builder, plan, journal)
+        measure_task(task_run, entries, split, say)
+        if plan.perplexity:
+            measured = sorted({line["index"] for line in task_run.lines("prompt")})
+            measure_exits(task_run, [split[1][index] for index in measured], say)
 
 
 def check_scores(plan: BenchPlan, tasks: Sequence[Task], say: Say) -> None:
