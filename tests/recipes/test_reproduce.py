@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = support.tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     for name, layers in (("target", LAYERS), ("draft", 2)):
-        families.build("llama", layers=layers).to(torch.bfloat16).save_pretrained(place / name)
+        model: Any = families.build("llama", layers=layers)
+        model.to(torch.bfloat16).save_pretrained(place / name)
         tokenizer.save_pretrained(place / name)
     targets, drafts = (set[str]().union(*names) for names in zip(*map(named_models, PLANS), strict=True))
     for name in targets | drafts:
