@@ -29,16 +29,23 @@ class ExitTally:
         self._agreed = dict.fromkeys(self.exits, 0)
 
     @torch.no_grad()
-    def add(self, states: Mapping[int, Tensor], tokens: Tensor) -> None:
-        """Count tokens [N] int64. states: E -> [N, d], the outputs of layers[:E] before each token."""
-        best = None
+    def add(self, states: Mapping[int, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Count tokens [N] int64. states: E -> [N, d], the outputs of layers[:E] before each token.
+
+        Returns a row for every exit, in the order of `exits`: the tokens' nats [E, N] float64, and whether each token is the
+        exit's greedy token [E, N] bool.
+        """
+        best, nats, is_greedy = None, list[Tensor](), list[Tensor]()
         for exit_layer in reversed(self.exits):
             logits = self.modules.logits(states[exit_layer]).float()  # [N, V]
             exit_tokens = logits.argmax(-1)
             best = exit_tokens if best is None else best
-            self._nats[exit_layer] += F.cross_entropy(logits, tokens, reduction="none").double().sum().item()
+            nats.append(F.cross_entropy(logits, tokens, reduction="none").double())
+            is_greedy.append(exit_tokens == tokens)
+            self._nats[exit_layer] += nats[-1].sum().item()
             self._agreed[exit_layer] += int((exit_tokens == best).sum())
         self.tokens += len(tokens)
+        return torch.stack(nats[::-1]), torch.stack(is_greedy[::-1])
 
     def perplexity(self) -> dict[int, float]:
         """E -> teacher-forced perplexity of a token; it may be infinite."""

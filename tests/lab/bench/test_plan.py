@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from skipstone.assets import NANO
 from skipstone.lab.bench import plan
 from skipstone.lab.bench.peers.hf import HFEarlyExit
 from skipstone.lab.bench.prompts import conversations, draw_places
@@ -197,3 +199,22 @@ def test_turns_become_prompts_with_and_without_a_template(monkeypatch: pytest.Mo
     )
     monkeypatch.setattr("skipstone.lab.tasks.dialogue.bos_prefix", lambda _: [111])  # "o"
     assert read(PromptBuilder(tokenizer, False, 2)) == "oe", "the first token stays where the tokenizer begins with one"
+
+
+def test_the_last_word_of_an_answer_has_the_white_space_around_it() -> None:
+    by_letter: Any = Chatting()
+    answer = PromptBuilder(by_letter, False, 9).answer(" is 7 72\n")
+    assert (answer.ids.tolist(), answer.last_word, answer.characters) == ([*map(ord, " is 7 72\n")], 5, 7)
+    assert PromptBuilder(by_letter, False, 9).answer(" B").last_word == 0, "one word is the whole answer"
+    tokenizer = AutoTokenizer.from_pretrained(NANO)
+    for before, word in (
+        (" He sold 24.\n####", " 72"),
+        ("    return", " foo(a)\n\n"),
+        ("", " signs"),
+        (" na\u00efve", " caf\u00e9"),
+    ):
+        found = PromptBuilder(tokenizer, False, 9).answer(before + word)
+        assert [tokenizer.decode(part) for part in (found.ids[: found.last_word], found.ids[found.last_word :])] == [
+            before,
+            word,
+        ]

@@ -21,7 +21,7 @@ from skipstone.lab.bench.report.aggregate import groups
 from skipstone.lab.bench.run import exit_statistics, run, tune
 from skipstone.lab.bench.run_file import RunFile
 from skipstone.lab.tasks.data_sets import DatasetLocation, ScoreRule, Task
-from skipstone.lab.tasks.dialogue import PromptBuilder, TaskConversation
+from skipstone.lab.tasks.dialogue import AnswerTokens, PromptBuilder, TaskConversation
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.tasks.sandbox import SandboxOutcome
 from skipstone.lab.timing.measure import MethodBackend, growth
@@ -286,7 +286,8 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
     """By transformers' own forward of the first E layers, over the answers alone."""
     model = families.build(name)
     pairs = [(prompt(9, vocab=50), prompt(4, vocab=50, seed=1)), (prompt(3, vocab=50, seed=2), prompt(7, vocab=50, seed=3))]
-    found = exit_statistics(model, pairs, lambda: None)
+    found = exit_statistics(model, [(before, [AnswerTokens(answer, 0, 1)]) for before, answer in pairs], lambda: None)
+    assert found.keys() == {"tokens", "perplexity", "agreement", "last_word_accuracy"}
     assert found["tokens"] == 11
     best = {}
     for depth in (4, 3, 2, 1):
@@ -303,6 +304,39 @@ def test_perplexity_and_agreement_are_those_of_models_cut_there(name: str) -> No
     assert found["agreement"][3] == 1
 
 
+@torch.no_grad()
+def test_last_words_and_choices_are_those_of_models_cut_there() -> None:
+    """By transformers' forward of the first E layers. The last two tokens of a right answer are the greedy ones of one exit."""
+    model = families.build("llama")
+    questions = []
+    for number in range(12):
+        before, ids = prompt(8, number, vocab=50), prompt(3, 90 + number, vocab=50)
+        model.config.num_hidden_layers = 1 + number % 4
+        for _ in range(2):
+            ids = torch.cat([ids, model(torch.cat([before, ids])[None]).logits[0, -1:].argmax(-1)])
+        wrong = [AnswerTokens(prompt(4 + other, 30 + 3 * number + other, vocab=50), 0, 9 + 5 * other) for other in range(2)]
+        questions.append((before, [AnswerTokens(ids, 3, 11 + number), *wrong]))
+    found = exit_statistics(model, questions, lambda: None)
+    assert found["tokens"] == 60, "wrong choices do not count"
+    for depth in (1, 2, 3, 4):
+        model.config.num_hidden_layers = depth
+        words, choices, per_character = 0, 0, 0
+        for before, answers in questions:
+            chances = []
+            for one in answers:
+                logits = model(torch.cat([before, one.ids])[None]).logits[0, len(before) - 1 : -1].double()
+                chances.append(logits.log_softmax(-1)[range(len(one.ids)), one.ids].sum().item())
+                words += one.last_word == 3 and logits.argmax(-1)[3:].equal(one.ids[3:])
+            choices += chances[0] == max(chances)
+            densities = [chance / one.characters for chance, one in zip(chances, answers, strict=True)]
+            per_character += densities[0] == max(densities)
+        assert found["last_word_accuracy"][depth - 1] == pytest.approx(words / 12)
+        assert found["choice_accuracy"][depth - 1] == pytest.approx(choices / 12)
+        assert found["choice_accuracy_per_character"][depth - 1] == pytest.approx(per_character / 12)
+    assert len({*found["last_word_accuracy"]}) > 2
+    assert found["choice_accuracy"] != found["choice_accuracy_per_character"]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt_projected"])
 def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skipstone.lab.bench.prompts.CHUNK", 3)
@@ -314,25 +348,30 @@ def test_the_likelihood_of_a_text_is_transformers(family: str, monkeypatch: pyte
 
 
 def test_a_run_measures_the_answers_of_what_it_reports(folder: Path, tmp_path: Path) -> None:
-    asked = [{"prompt": "abc" * n, "reference": " the stop"} for n in (1, 2)]
-    for name, records in (("mine", asked), ("bare", [{"prompt": "ab"}, {"turns": ["a", "b"], "reference": "c"}])):
+    asked = [{"prompt": "abc" * n, "reference": " the stop", "choices": ["ab", " the stop", "bc x"]} for n in (1, 2)]
+    bare = [{"prompt": "ab", "reference": "c" * 128}, {"turns": ["a", "b"], "reference": "c"}]
+    for name, records in (("mine", asked), ("bare", bare)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     said: list[str] = []
     tasks = [str(tmp_path / f"{name}.jsonl") for name in ("mine", "bare")]
     wish = {"methods": ["autoregressive"], "tasks": tasks, "num_prompts": 2, "max_new_tokens": 4, "perplexity": True}
     out = run(plan(folder, **wish), tmp_path / "out.jsonl", [], said.append)
     lines, (mine, bare) = report.load([out])
-    assert said[-1] == "bare: no perplexity, its records hold no answers"
+    assert said[-1] == "bare: no accuracy of exits, its records hold no answers that fit"
     assert bare.exits is None
     (line,) = (line for line in lines if line["kind"] == "exits")
     network, tokenizer = load(folder / "model")
-    answer = torch.tensor(tokenizer(" the stop", add_special_tokens=False)["input_ids"])
-    pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answer) for one in asked]
+    builder = PromptBuilder(tokenizer, False, 99)
+    answers = [builder.answer(text) for text in (" the stop", "ab", "bc x")]
+    pairs = [(torch.tensor(tokenizer(one["prompt"])["input_ids"]), answers) for one in asked]
     expected = exit_statistics(network, pairs, lambda: None)
     assert (line["prompts"], line["tokens"]) == (2, expected["tokens"])
-    assert line["perplexity"] == pytest.approx(expected["perplexity"])
+    for name in ("perplexity", "last_word_accuracy", "choice_accuracy", "choice_accuracy_per_character"):
+        assert line[name] == pytest.approx(expected[name])
     assert mine.exits == line
-    assert f"| 4 | {expected['perplexity'][3]:.2f} | 1.00 |" in report.report([out], "md")
+    shares = [f"{expected[name][3]:.2f}" for name in expected if name.endswith(("accuracy", "character"))]
+    cells = " | ".join(["4", f"{expected['perplexity'][3]:.2f}", "1.00", *shares])
+    assert f"| {cells} |" in report.report([out], "md")
     run(plan(folder, **wish), out, [], said.append)
     assert len(report.load([out])[0]) == len(lines) + 1, "it is not measured twice"
 

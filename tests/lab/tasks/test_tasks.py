@@ -130,6 +130,8 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
         '{"question": "?"}': "line 1: expected a text under prompt or text, or a list of texts under turns, found question",
         '{"prompt": "a", "category": 1}': "line 1: category must be a text, found 1",
         '{"prompt": "a", "reference": 42}': "line 1: reference must be a text, found 42",
+        '{"prompt": "a", "reference": "b", "choices": ["c"]}': r"line 1: choices .* the reference among them, found \['c'\]",
+        '{"prompt": "a", "reference": " ", "choices": [" "]}': "line 1: choices must be a list of texts",
         '{"turns": ["a", 2]}': r"line 1: turns must be a list of texts, found \['a', 2\]",
         "[1]": r"line 1: expected an object, found \[1\]",
     }.items():
@@ -138,7 +140,14 @@ def test_any_file_of_prompts_is_a_task(tmp_path: Path) -> None:
             task.records(Path("/"))
     with pytest.raises(FileNotFoundError, match="no such file of prompts"):
         tasks.named(str(tmp_path / "other.jsonl"))
-    assert tasks.named("mmlu") is TASKS["mmlu"]
+    path.write_text('{"prompt": "a", "reference": "b", "choices": ["c", "b"]}\n')
+    assert [task.choices(row) for row in task.records(Path("/"))] == [["c", "b"]]
+    mmlu = tasks.named("mmlu")
+    assert mmlu is TASKS["mmlu"]
+    assert mmlu.answer is not None
+    for row in mmlu.records(FOLDER):
+        assert (mmlu.answer(row), len(mmlu.choices(row) or ())) == (f" {'ABCD'[row['answer']]}", len(row["choices"]))
+        assert mmlu.answer(row) in (mmlu.choices(row) or ())
 
 
 def test_protocols_are_about_tasks_that_exist_and_can_show_what_they_ask_for() -> None:

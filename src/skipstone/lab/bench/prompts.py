@@ -20,7 +20,7 @@ from skipstone.lab.bench.draft_weights import share_read
 from skipstone.lab.bench.plan import BenchPlan, has_choices
 from skipstone.lab.bench.run_file import Line, RunFile
 from skipstone.lab.tasks.data_sets import Task, prompt_of, tabbed, untabbed
-from skipstone.lab.tasks.dialogue import PromptBuilder, Said, TaskConversation, digest
+from skipstone.lab.tasks.dialogue import AnswerTokens, PromptBuilder, Said, TaskConversation, digest
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.timing.measure import GenerationBackend, Measurement, MethodBackend, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
@@ -31,6 +31,7 @@ CHUNK = 256  # positions whose logits exist at once
 NOT_ASKED = ("num_prompts", "places", "skip_looping", "ours")  # settings of a task that do not change its prompts
 
 PromptSplit = tuple[list[TaskConversation], list[TaskConversation]]  # disjoint prompts for choices, and to report
+AnsweredPrompt = tuple[Tensor, list[AnswerTokens]]  # ids [T] int64, and answers: the right one, then the wrong choices if any
 
 
 def conversations(task: Task, settings: TaskSettings, plan: BenchPlan, data: Path | None) -> PromptSplit:
@@ -150,15 +151,15 @@ class TaskRun:
         """Options of `model.generate` for its calls."""
         return options_for(max_new_tokens, self.settings.temperature, self.settings.top_p)
 
-    def answers(self, prompts: Sequence[TaskConversation], max_positions: int) -> list[tuple[Tensor, Tensor]]:
-        """(prompt [T], answer [A]) int64 of single-turn prompts whose record holds an answer; T + A <= max_positions."""
+    def answers(self, prompts: Sequence[TaskConversation], max_positions: int) -> list[AnsweredPrompt]:
+        """The single-turn prompts whose record holds an answer, if the prompt fits into max_positions with every choice."""
         pairs = []
         for one in prompts:
-            if len(one) == 1 and self.task.answer is not None and (text := self.task.answer(one.record)):
-                ids = self.builder.ids(one)
-                answer = self.builder.continuation(tabbed(text) if self.settings.tabs else text)
-                pairs.append((ids, answer[: max_positions - len(ids)]))
-        return [(ids, answer) for ids, answer in pairs if len(answer)]
+            if len(one) == 1 and self.task.answer is not None and (right := self.task.answer(one.record) or "").strip():
+                texts = dict.fromkeys([right, *(self.task.choices(one.record) or ())])
+                answers = [self.builder.answer(tabbed(text) if self.settings.tabs else text) for text in texts]
+                pairs.append((self.builder.ids(one), answers))
+        return [pair for pair in pairs if len(pair[0]) + max(len(answer.ids) for answer in pair[1]) <= max_positions]
 
 
 @dataclass

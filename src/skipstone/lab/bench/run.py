@@ -8,6 +8,7 @@ prompt in shuffled order.
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,17 @@ from skipstone.hf.generate_call import resolve_for
 from skipstone.hf.generation_defaults import neutral_defaults
 from skipstone.lab.bench import speedup_predictions
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, MethodEntry, create_entries, resolved
-from skipstone.lab.bench.prompts import BenchModel, PromptSplit, TaskRun, ask, conversations, fingerprint, is_calm, is_looping
+from skipstone.lab.bench.prompts import (
+    AnsweredPrompt,
+    BenchModel,
+    PromptSplit,
+    TaskRun,
+    ask,
+    conversations,
+    fingerprint,
+    is_calm,
+    is_looping,
+)
 from skipstone.lab.bench.run_file import RunFile, check
 from skipstone.lab.tasks import sandbox
 from skipstone.lab.tasks.data_sets import Task
@@ -231,28 +242,47 @@ def measure_exits(task_run: TaskRun, prompts: Sequence[TaskConversation], say: S
         return
     pairs = task_run.answers(prompts, ModelRunner(task_run.model).max_positions)
     if not pairs:
-        say(f"{task_run.task.name}: no perplexity, its records hold no answers")
+        say(f"{task_run.task.name}: no accuracy of exits, its records hold no answers that fit")
         return
-    with progress_bar(f"{task_run.title}: every exit's perplexity", len(pairs), announce=True) as step:
+    with progress_bar(f"{task_run.title}: accuracy of every exit", len(pairs), announce=True) as step:
         statistics = exit_statistics(task_run.model, pairs, step)
     task_run.add("exits", prompts=len(pairs), **statistics)
 
 
 @torch.inference_mode()
-def exit_statistics(model: PreTrainedModel, pairs: Sequence[tuple[Tensor, Tensor]], done: Callable[[], None]) -> dict[str, Any]:
-    """Perplexity of every exit on answers, teacher-forced (LayerSkip, Table 1), and its agreement with the last layer.
+def exit_statistics(model: PreTrainedModel, pairs: Sequence[AnsweredPrompt], done: Callable[[], None]) -> dict[str, Any]:
+    """Figures of every exit on at least one prompt, teacher-forced: lists of L numbers that begin with layers[:1].
 
-    pairs: at least one of (prompt [T], answer [A]) int64, T and A at least 1. done: called after each. Lists of L layers begin
-    with layers[:1].
+    perplexity, agreement: of the right answers' tokens (LayerSkip, Table 1), and of exit and last layer on their greedy tokens.
+    last_word_accuracy: share of the right answers in which all tokens of the last word are the exit's greedy tokens (LAMBADA).
+    choice_accuracy: share of the prompts whose right answer is the most likely choice (acc of lm-evaluation-harness), if all
+    have choices. choice_accuracy_per_character: with each log-likelihood divided by its choice's length (acc_norm).
+    done: called after each prompt.
     """
     runner = ModelRunner(model)
-    tally = ExitTally(runner, range(1, runner.depth + 1))
-    for prompt, answer in pairs:
-        span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
-        states = layer_states(runner, torch.cat([prompt, answer]))  # L + 1 of [1, T, d]
-        tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(model.device))
+    exits = range(1, runner.depth + 1)
+    tally = ExitTally(runner, exits)
+    is_right: dict[str, list[Tensor]] = defaultdict(list)  # figure -> of every prompt: exits [L] bool
+    for prompt, (right, *wrong) in pairs:
+        nats, is_greedy = _add_answer(runner, tally, prompt, right.ids)  # [L, A] each
+        is_right["last_word_accuracy"].append(is_greedy[:, right.last_word :].all(1))
+        if wrong:
+            scratch = ExitTally(runner, exits)
+            others = torch.stack([_add_answer(runner, scratch, prompt, one.ids)[0].sum(1) for one in wrong])  # [C, L]
+            lengths = others.new_tensor([one.characters for one in wrong])[:, None]
+            is_right["choice_accuracy"].append((nats.sum(1) < others).all(0))
+            is_right["choice_accuracy_per_character"].append((nats.sum(1) / right.characters < others / lengths).all(0))
         done()
-    return {"tokens": tally.tokens, "perplexity": [*tally.perplexity().values()], "agreement": [*tally.agreement().values()]}
+    shares = {name: torch.stack(rows).double().mean(0).tolist() for name, rows in is_right.items() if len(rows) == len(pairs)}
+    quality = {"perplexity": [*tally.perplexity().values()], "agreement": [*tally.agreement().values()]}
+    return {"tokens": tally.tokens, **quality, **shares}
+
+
+def _add_answer(runner: ModelRunner, tally: ExitTally, prompt: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
+    """Count an answer [A] int64 after a prompt [T] int64. Returns what `ExitTally.add` does."""
+    states = layer_states(runner, torch.cat([prompt, answer]))  # L + 1 of [1, T + A, d]
+    span = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    return tally.add({exit: states[exit][0, span] for exit in tally.exits}, answer.to(runner.model.device))
 
 
 def _choose(task_run: TaskRun, entry: MethodEntry, spare: Sequence[TaskConversation]) -> GenerationBackend:

@@ -2,7 +2,7 @@
 
 The first line holds the plan and the machine (kind "run"). Other kinds: "model" describes a model, "calibrated" a synthetic
 one. "first" is a method's first request on a model. "trial" is a call that measures a candidate, "tuned" the chosen settings,
-"exits" the perplexity of every exit, "prompt" a measured prompt, "looping" a prompt that is left out because plain decoding
+"exits" the accuracy of every exit, "prompt" a measured prompt, "looping" a prompt that is left out because plain decoding
 repeats itself, and "resumed" the machine of a resumed run.
 """
 

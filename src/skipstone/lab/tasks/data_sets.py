@@ -48,7 +48,8 @@ class Task:
     ask: Callable[[Record], list[str]]  # record -> the user's turns
     score: ScoreRule | None = None
     answer: Callable[[Record], str | None] | None = None
-    """Record -> its answer, for solved examples and for the perplexity of exits; None for a record without one."""
+    """Record -> its answer, for solved examples and for the accuracy of exits; None for a record without one."""
+    choices: Callable[[Record], list[str] | None] = lambda record: None  # answers to choose from, the right one among them
     examples_source: DatasetLocation | None = None  # of solved examples; None if the task has none
     keep: Callable[[Record], bool] | None = None  # filter of the records
     fault: Callable[[Record], str | None] = lambda record: None  # first fault of a record
@@ -249,6 +250,7 @@ TASKS = {
             _mmlu,
             _one("accuracy", lambda record, output: scores.choice(output) == "ABCD"[record["answer"]]),
             answer=lambda record: f" {'ABCD'[record['answer']]}",
+            choices=lambda record: [" A", " B", " C", " D"],
         ),
         _of_hub("tinystories", _story, answer=_rest_of_story),
         _of_hub("alpaca", _alpaca, answer=lambda record: "\n\n" + record["output"] if record.get("output") else None),
@@ -266,7 +268,8 @@ def named(name: str) -> Task:
     """A task by its name, "self" for the prompts of this package, or a file of prompts. ValueError for an unknown name.
 
     `spec-bench.translation` is the task spec-bench with the records of this category only.
-    The file has JSON lines with the key prompt (or text, or turns) and optionally reference, for exact match.
+    The file has JSON lines with the key prompt (or text, or turns) and optionally reference, for exact match, and choices, for
+    the choice of every exit.
     """
     if name in TASKS:
         return TASKS[name]
@@ -281,7 +284,8 @@ def named(name: str) -> Task:
         raise ValueError(f"unknown task {name!r}{meant}; there are {', '.join((SELF, *TASKS))}, or any .jsonl file of prompts")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of prompts")
-    own: dict[str, Any] = {"answer": _get("reference"), "fault": _own_fault, "category": _get("category")}
+    own: dict[str, Any] = {"answer": _get("reference"), "choices": _get("choices")}
+    own |= {"fault": _own_fault, "category": _get("category")}
     return Task(path.stem, DatasetLocation(None, str(path.absolute())), (), "yours", _own, ScoreRule(_as_referenced), **own)
 
 
@@ -298,6 +302,10 @@ def _own_fault(record: Record) -> str | None:
     for key in ("prompt", "text", "reference", "category"):
         if record.get(key) is not None and not isinstance(record[key], str):
             return f"{key} must be a text, found {record[key]!r:.60}"
+    if (choices := record.get("choices")) is not None:
+        is_texts = isinstance(choices, list) and all(isinstance(choice, str) and choice.strip() for choice in choices)
+        if not (is_texts and record.get("reference") in choices):
+            return f"choices must be a list of texts with the reference among them, found {choices!r:.60}"
     if not (turns or record.get("prompt") or record.get("text")):
         return f"expected a text under prompt or text, or a list of texts under turns, found {', '.join(record) or 'nothing'}"
     return None

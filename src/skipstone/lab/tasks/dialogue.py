@@ -50,6 +50,15 @@ class TaskConversation:
         return digest(self.ids.tolist() if self.ids is not None else list("\0".join(self.turns).encode()))
 
 
+@dataclass(frozen=True)
+class AnswerTokens:
+    """An answer that follows a prompt."""
+
+    ids: Tensor  # [A] int64
+    last_word: int  # place of the first token of its last word
+    characters: int  # without white space around the answer
+
+
 class PromptBuilder:
     """Makes prompts of conversations. limit: longer prompts lose their beginning. chat: use the model's chat template."""
 
@@ -88,10 +97,16 @@ class PromptBuilder:
         told = "".join(f" USER: {turn} ASSISTANT: {answer}{end}" for turn, answer in pairs)
         return f"{VICUNA}{told} USER: {turns[-1]} ASSISTANT:"
 
-    def continuation(self, text: str) -> Tensor:
-        """[A] int64: a text that follows a prompt, tokenised by itself."""
+    def answer(self, text: str) -> AnswerTokens:
+        """A text with at least one word, tokenised by itself. As in LAMBADA, white space around the last word belongs to it."""
+        ids, words = self._continuation(text), text.rstrip()
+        before = self._continuation(words.removesuffix(words.split()[-1]).rstrip())
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(ids, before, strict=False))
+        return AnswerTokens(torch.tensor(ids, dtype=torch.int64), len([*shared]), len(text.strip()))
+
+    def _continuation(self, text: str) -> list[int]:
         assert self.tokenizer is not None
-        return torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of new tokens up to an end of sequence; empty without a tokenizer."""

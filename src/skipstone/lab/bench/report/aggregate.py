@@ -42,7 +42,7 @@ class MeasurementGroup:
     lines: list[Line] = field(default_factory=list)  # one per prompt
     tuned: dict[str, Line] = field(default_factory=dict)  # label -> the line with its chosen settings
     first: dict[str, Line] = field(default_factory=dict)  # label -> the line of its first request on the model
-    exits: Line | None = None  # perplexity and agreement of every exit, if they were measured
+    exits: Line | None = None  # figures of every exit (`exit_statistics`), if they were measured
 
     @property
     def subject(self) -> str:

@@ -23,7 +23,7 @@ from skipstone.lab.bench.plan import BASELINE, THEIRS
 from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups, speed
 from skipstone.lab.bench.report.charts import charts
-from skipstone.lab.bench.report.tables import LEGEND, NONE, Table, csv_of, tables
+from skipstone.lab.bench.report.tables import EXIT_FIGURES, LEGEND, NONE, Table, csv_of, tables
 from skipstone.lab.bench.run_file import Line
 from skipstone.lab.tasks import protocols
 from skipstone.lab.timing import machine
@@ -78,7 +78,7 @@ def report(paths: Sequence[Path], form: str, layout: str = "own") -> str:
 def _group_values(group: MeasurementGroup) -> dict[str, Any]:
     return {
         **{name: getattr(group, name) for name in ("title", "model", "task", "temperature")},
-        "exits": group.exits and {name: group.exits[name] for name in ("prompts", "tokens", "perplexity", "agreement")},
+        "exits": group.exits and {name: group.exits.get(name) for name in ("prompts", "tokens", *EXIT_FIGURES)},
         "categories": {part.task: _method_values(part) for part in group.by_category()},
         "methods": _method_values(group),
     }

@@ -234,13 +234,25 @@ def _by_category(group: MeasurementGroup) -> Table:
     return _of_pairs(f"{group.subject}, {group.name}: x plain by category", rows)
 
 
+EXIT_FIGURES = {
+    "perplexity": "perplexity",
+    "agreement": "agreement with the last",
+    "last_word_accuracy": "last word right",
+    "choice_accuracy": "choice right",
+    "choice_accuracy_per_character": "choice right, per character",
+}
+"""Figure of every exit -> its column."""
+
+
 def _by_exit(group: MeasurementGroup) -> Table:
-    """The layout of LayerSkip's Table 1: perplexity of the task's answers at every exit."""
+    """The layout of LayerSkip's Table 1: how well every exit predicts the task's answers."""
     if group.exits is None:
         return Table("", [], [])
-    pairs = zip(group.exits["perplexity"], group.exits["agreement"], strict=True)
-    rows = [{"layer": layer, "perplexity": one, "agreement": same} for layer, (one, same) in enumerate(pairs, 1)]
-    cells = {"exit layer": "{layer}", "perplexity": "{perplexity:.2f}", "agreement with the last": "{agreement:.2f}"}
+    known = {name: group.exits[name] for name in EXIT_FIGURES if name in group.exits}
+    rows = [
+        {"layer": layer, **dict(zip(known, row, strict=True))} for layer, row in enumerate(zip(*known.values(), strict=True), 1)
+    ]
+    cells = {"exit layer": "{layer}", **{EXIT_FIGURES[name]: f"{{{name}:.2f}}" for name in known}}
     return _table(group, f"{group.exits['tokens']} tokens of {group.exits['prompts']} answers, teacher-forced", cells, rows)
 
 
