@@ -18,6 +18,7 @@ STORED = ROOT / "docs" / "lab" / "results"
 RUNS: dict[str, tuple[str, ...]] = {
     "nano": ("nano.yaml",),
     "smollm2-float32": ("smollm2.yaml", "--dtype", "float32"),
+    "gemma": ("gemma.yaml",),
     "smollm2-bfloat16": ("smollm2.yaml", "--dtype", "bfloat16"),
 }
 """Name -> its plan, and flags over it."""

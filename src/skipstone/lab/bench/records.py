@@ -36,7 +36,7 @@ KEYS = (
 asked: the task as the plan names it. spec: the method as the plan names it. plan: PLAN as the plan has it. prompts, texts:
 hashes. places, categories, tokens, seconds: of every prompt. looping: places of the prompts that `figures` leaves out because a
 text repeats itself. busy: prompts that were measured while other programs used the processor. first_seconds: the model's first
-request with this method.
+request with this method, None if the machine was busy.
 """
 
 
@@ -84,7 +84,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str) -> Record
         "busy": sum(was_busy(line.get("waited_share")) for line in lines),
         "tokens": [row["tokens"] for row in rows],
         "seconds": rounded([row["seconds"] for row in rows]),
-        "first_seconds": rounded(group.first[name]["seconds"]) if name in group.first else None,
+        "first_seconds": _first_seconds(group.first.get(name)),
         "figures": rounded(figures),
     }
 
@@ -95,6 +95,11 @@ def _spec(plan: Line, group: MeasurementGroup, name: str) -> dict[str, Any]:
     if name in group.tuned:
         spec |= group.tuned[name]["chosen"]
     return spec
+
+
+def _first_seconds(first: Line | None) -> float | None:
+    """Seconds of a model's first request; None if there is none, or if other programs used the processor."""
+    return None if first is None or was_busy(first.get("waited_share")) else rounded(first["seconds"])
 
 
 def rounded(value: Any) -> Any:
