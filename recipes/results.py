@@ -10,6 +10,7 @@ speed-up without its interval.
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
     <!-- models NAME TASK: COLUMN, COLUMN; LABEL = TEXT -->             mean over the run's models, and the range
     [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
+    <!-- exits NAME TASK TASK: 3, 6 -->                                 what these exits know of the tasks' answers
     <!-- processes start-NAME -->                                        whole processes, by recipes/measure/start.py
     ![words](FILE.svg "chart of NAME TASK: LABEL; LABEL")                   speed-ups as bars
 
@@ -43,7 +44,8 @@ COLUMNS = {
     "x": "{speedups[autoregressive][value]:.2f}",
 }
 TABLE = re.compile(
-    r"(<!-- (?P<kind>results|models|categories|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)", re.DOTALL
+    r"(<!-- (?P<kind>results|models|categories|exits|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)",
+    re.DOTALL,
 )
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
@@ -108,6 +110,17 @@ class Results:
             ratios = (records.speedup(one, records.baseline(one, own), kind) for one in chosen)
             lines.append([kind, str(n), *(tables.interval(**vars(ratio)) for ratio in ratios)])
         return Table("", ["category", "n", *labels], lines).markdown().partition("\n\n")[2]
+
+    def exits(self, rows: str, shown: str) -> str:
+        """A row for each task, model and figure, with its value at some exits."""
+        layers, lines = [int(layer) for layer in shown.split(",")], []
+        for task, own in self.cells(rows):
+            for one in (one for one in own if one["exits"]):
+                for name, title in tables.EXIT_FIGURES.items():
+                    if values := one["exits"].get(name):
+                        lines.append([task, one["model"], title, *(f"{values[layer - 1]:.2f}" for layer in layers)])
+        head = ["task", "model", "figure", *(f"E = {layer}" for layer in layers)]
+        return Table("", head, lines).markdown().partition("\n\n")[2]
 
     def processes(self, name: str, shown: str) -> str:
         """Medians of whole processes."""

@@ -100,6 +100,14 @@ def test_whole_processes_are_shown_by_their_medians(root: Path) -> None:
     assert shown[-1] == "| m | auto | first | 0.20 | 2.00 | 2.00 | 7 |"
 
 
+def test_exits_have_a_row_for_each_figure(root: Path) -> None:
+    exits = {"prompts": 2, "tokens": 9, "perplexity": [30.25, 9.5, 2.0], "agreement": [0.1, 0.5, 1.0]}
+    rows = [record("autoregressive", [2.0, 2.0], exits=exits), record("swift, paper", [1.0, 1.0])]
+    records.write(root / "docs" / "lab" / "results" / "depths.jsonl", rows)
+    shown = rendered(root, "<!-- exits depths sums: 1, 3 -->\n").splitlines()
+    assert shown[-2:] == ["| sums | m | perplexity | 30.25 | 2.00 |", "| sums | m | agreement with the last | 0.10 | 1.00 |"]
+
+
 def test_figures_in_a_sentence_are_those_of_the_records(root: Path) -> None:
     page = '[9, 9](x.md#y "x of tiny sums sums@1: swift, paper") and [old](x.md "x plain of tiny sums: swift, paper; adasd").\n'
     assert rendered(root, page) == (

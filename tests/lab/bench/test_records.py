@@ -13,7 +13,7 @@ from skipstone.lab.bench.records import baseline, compare, records_of, repeat_pl
 from skipstone.lab.bench.run import run
 from tests.helpers import families, support
 from tests.helpers.commandline import run as command
-from tests.helpers.results import lines, stats, written
+from tests.helpers.results import CELL, lines, stats, written
 
 PLAN = {
     "seed": 0,
@@ -81,6 +81,21 @@ def test_the_speed_up_follows_from_the_seconds_of_the_prompts_that_do_not_loop(t
     assert (result.low, result.high) == pytest.approx((2, 4))
     assert [speedup(own, plain, name).value for name in ("even", "odd")] == pytest.approx([2, 4])
     assert rounded(vars(result)) == own["figures"]["speedups"]["autoregressive"]
+
+
+def test_what_exits_know_is_in_the_row_of_plain_decoding(tmp_path: Path) -> None:
+    known = {"prompts": 3, "tokens": 9, "perplexity": [30.25, 2.00004], "agreement": [0.5, 1.0]}
+    found = by_hand(tmp_path / "a.jsonl", [*lines(), {"kind": "exits", **CELL, **known}])
+    assert [one["exits"] for one in found] == [None, {**known, "perplexity": [30.25, 2.0]}, None]
+
+
+def test_a_first_request_on_a_busy_machine_has_no_time(tmp_path: Path) -> None:
+    model, *others = lines()
+    first = {"kind": "first", "model": "m", "tokens": 16, "seconds": 0.25, "setup": {}}
+    requests = [{**first, "method": "autoregressive", "waited_share": 0.01}]
+    requests.append({**first, "method": "layerskip", "waited_share": 0.5})
+    found = by_hand(tmp_path / "a.jsonl", [model, *requests, *others])
+    assert [one["first_seconds"] for one in found] == [None, 0.25, None]
 
 
 def test_measured_values_have_four_digits() -> None:

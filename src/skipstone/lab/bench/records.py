@@ -15,7 +15,7 @@ from skipstone.lab.bench import run_file
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, PlannedTask, TaskOptions, label
 from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups
-from skipstone.lab.bench.report.tables import COLUMNS, NONE, Table, cells_of, fill
+from skipstone.lab.bench.report.tables import COLUMNS, EXIT_FIGURES, NONE, Table, cells_of, fill
 from skipstone.lab.bench.run_file import Line
 from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
 from skipstone.utils.files import digest, json_line, read_lines, write_whole
@@ -29,14 +29,15 @@ CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
 KEYS = (
     *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "lossless"),
     *("plan", "cpu", "threads", "packages", "commits", "time"),
-    *("prompts", "texts", "places", "categories", "looping", "busy", "tokens", "seconds", "first_seconds", "figures"),
+    *("prompts", "texts", "places", "categories", "looping", "busy", "tokens", "seconds", "first_seconds", "figures", "exits"),
 )
 """Keys of a record.
 
 asked: the task as the plan names it. spec: the method as the plan names it. plan: PLAN as the plan has it. prompts, texts:
 hashes. places, categories, tokens, seconds: of every prompt. looping: places of the prompts that `figures` leaves out because a
 text repeats itself. busy: prompts that were measured while other programs used the processor. first_seconds: the model's first
-request with this method, None if the machine was busy.
+request with this method, None if the machine was busy. exits: in the row of plain decoding, figure -> its value at every exit,
+if they were measured.
 """
 
 
@@ -86,6 +87,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str) -> Record
         "seconds": rounded([row["seconds"] for row in rows]),
         "first_seconds": _first_seconds(group.first.get(name)),
         "figures": rounded(figures),
+        "exits": _exits(group) if name == group.label_of(BASELINE) else None,
     }
 
 
@@ -95,6 +97,12 @@ def _spec(plan: Line, group: MeasurementGroup, name: str) -> dict[str, Any]:
     if name in group.tuned:
         spec |= group.tuned[name]["chosen"]
     return spec
+
+
+def _exits(group: MeasurementGroup) -> dict[str, Any] | None:
+    if group.exits is None:
+        return None
+    return rounded({name: group.exits[name] for name in ("prompts", "tokens", *EXIT_FIGURES) if name in group.exits})
 
 
 def _first_seconds(first: Line | None) -> float | None:
