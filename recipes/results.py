@@ -6,7 +6,7 @@
 a task, TASK@1 the task at a temperature of 1, LABEL a method's label, COLUMN a column of `skipstone bench report`, or "x", the
 speed-up without its interval.
 
-    <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it, up to an empty line
+    <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
     <!-- models NAME TASK: COLUMN, COLUMN; LABEL = TEXT -->             mean over the run's models, and the range
     [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
@@ -43,10 +43,8 @@ COLUMNS = {
     **tables.COLUMNS,
     "x": "{speedups[autoregressive][value]:.2f}",
 }
-TABLE = re.compile(
-    r"(<!-- (?P<kind>results|models|categories|exits|processes) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n).*?(?=\n\n|\n?\Z)",
-    re.DOTALL,
-)
+KINDS = "results|models|categories|exits|processes"
+TABLE = re.compile(rf"(<!-- (?P<kind>{KINDS}) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n)(?:\|[^\n]*\n)*")
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
 
@@ -151,7 +149,7 @@ class Results:
 
         def table(found: re.Match[str]) -> str:
             draw: Callable[[str, str], str] = getattr(self, {"results": "table"}.get(found["kind"], found["kind"]))
-            return found[1] + draw(found["rows"], (found["shown"] or "").lstrip(":")).rstrip("\n")
+            return found[1] + draw(found["rows"], (found["shown"] or "").lstrip(":")).rstrip("\n") + "\n"
 
         def link(found: re.Match[str]) -> str:
             return f"[{self.figures(found['column'], found['rows'], found['labels'])}]{found['link']}"

@@ -20,8 +20,11 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smollm2-float32": ("smollm2.yaml", "--dtype", "float32"),
     "gemma": ("gemma.yaml",),
     "smollm2-bfloat16": ("smollm2.yaml", "--dtype", "bfloat16"),
+    "smollm2-prepared": ("smollm2-prepared.yaml", "--dtype", "float32"),
+    "layerskip": ("layerskip.yaml", *(f"runs/smollm2/commands-{seed}/model" for seed in range(3))),
+    "layerskip-control": ("layerskip.yaml", *(f"runs/smollm2/control-{seed}/model" for seed in range(3))),
 }
-"""Name -> its plan, and flags over it."""
+"""Name -> its plan, and models or flags over it."""
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -4,7 +4,7 @@ A draft model learns best from its target's own texts. In a recipe, with folders
 
     kind: script
     path: answers.py
-    arguments: {runs: [../../runs/smollm2/heads-maths], tokenizer: ../../runs/smollm2/model}
+    arguments: {runs: [../../runs/smollm2/heads-maths], tokenizer: ../../runs/smollm2/rotated}
 
 A document is a pair of a prompt, which is not predicted, and its answer.
 """

@@ -132,6 +132,24 @@ def test_prompts_to_tune_and_to_report_are_drawn_by_the_seed_and_share_none() ->
         drawn(num_prompts=41)
 
 
+def test_places_name_the_prompts_in_their_order() -> None:
+    def named(**task: Any) -> Any:
+        made = plan.read(None, {"tasks": [{"task": "self", **task}], "tune": True, "tune_prompts": 3})
+        ((task_of, settings),) = plan.resolved(made)
+        return conversations(task_of, settings, made, None)
+
+    tune, report = named(places=[7, 0, 39])
+    assert [one.place for one in report] == [7, 0, 39]
+    assert [one.source for one in report] == ["self 7", "self 0", "self 39"]
+    assert len(tune) == 3
+    assert not {one.place for one in tune} & {7, 0, 39}
+    with pytest.raises(ValueError, match="task self has 40 prompts, none at place 40"):
+        named(places=[40])
+    for other in ({"num_prompts": 2}, {"skip_looping": True}):
+        with pytest.raises(ValueError, match="task self: places name the prompts"):
+            named(places=[1], **other)
+
+
 def test_categories_take_turns() -> None:
     """As many of each as possible: two of every one in six, of which the rare one has only one."""
     names = ["a"] * 40 + ["b"] * 2 + ["c"] * 9 + [None]
