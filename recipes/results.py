@@ -6,9 +6,9 @@
 a task, TASK@1 the task at a temperature of 1, LABEL a method's label, COLUMN a column of `skipstone bench report`, or "x", the
 speed-up without its interval.
 
-    <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL = TEXT; LABEL -->      the table below it
+    <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL => TEXT; LABEL -->      the table below it
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
-    <!-- models NAME TASK: COLUMN, COLUMN; LABEL = TEXT -->             mean over the run's models, and the range
+    <!-- models NAME TASK: COLUMN, COLUMN; LABEL => TEXT -->             mean over the run's models, and the range
     [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
     <!-- exits NAME TASK TASK: 3, 6 -->                                 what these exits know of the tasks' answers
     <!-- processes start-NAME -->                                        whole processes, by recipes/measure/start.py
@@ -44,7 +44,7 @@ COLUMNS = {
     "x": "{speedups[autoregressive][value]:.2f}",
 }
 KINDS = "results|models|categories|exits|processes"
-TABLE = re.compile(rf"(<!-- (?P<kind>{KINDS}) (?P<rows>[^:>]*)(?P<shown>:[^>]*)? -->\n)(?:\|[^\n]*\n)*")
+TABLE = re.compile(rf"(<!-- (?P<kind>{KINDS}) (?P<rows>[^:\n]*?)(?P<shown>:[^\n]*?)? -->\n)(?:\|[^\n]*\n)*")
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
 
@@ -163,8 +163,8 @@ def _title(task: str) -> str:
 
 
 def _texts(chosen: str) -> dict[str, str]:
-    """LABEL -> TEXT of "LABEL = TEXT; LABEL"; the text is empty where none is given."""
-    parts = (one.partition(" = ") for one in chosen.split(";") if one.strip())
+    """LABEL -> TEXT of "LABEL => TEXT; LABEL"; the text is empty where none is given."""
+    parts = (one.partition(" => ") for one in chosen.split(";") if one.strip())
     return {label.strip(): text.strip() for label, _, text in parts}
 
 

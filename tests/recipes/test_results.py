@@ -65,7 +65,7 @@ def test_a_table_has_a_row_for_each_method(root: Path) -> None:
 
 
 def test_a_table_of_several_tasks_shows_chosen_rows_under_other_names(root: Path) -> None:
-    page = "<!-- results tiny sums sums@1: x; adasd = [AdaSD](adasd.md); swift, paper -->\n"
+    page = "<!-- results tiny sums sums@1: x; adasd => [AdaSD](adasd.md); swift, paper -->\n"
     assert rendered(root, page).splitlines()[1:] == [
         "| method | sums, x | sums, T = 1, x |",
         "| --- | --- | --- |",
@@ -90,7 +90,7 @@ def test_models_of_one_run_have_a_mean_and_a_range(root: Path) -> None:
         record("swift, paper", [each, each], model=name, weights=name) for name, each in zip("abc", (1, 2, 1), strict=True)
     ]
     records.write(root / "docs" / "lab" / "results" / "seeds.jsonl", rows)
-    shown = rendered(root, "<!-- models seeds sums: x, tokens/s, M; swift, paper = ours -->\n").splitlines()
+    shown = rendered(root, "<!-- models seeds sums: x, tokens/s, M; swift, paper => ours -->\n").splitlines()
     assert shown[-1] == "| ours | 1.67 (1.00-2.00) | 83.3 (50.0-100.0) | - |"
 
 
