@@ -17,10 +17,11 @@ PLANS = ROOT / "recipes" / "measure" / "results"
 STORED = ROOT / "docs" / "lab" / "results"
 RUNS: dict[str, tuple[str, ...]] = {
     "nano": ("nano.yaml",),
-    "smollm2-float32": ("smollm2.yaml", "--dtype", "float32"),
+    "smollm2-float32": ("smollm2-float32.yaml",),
+    "smollm2-bfloat16": ("smollm2-bfloat16.yaml",),
+    "smollm2-int8": ("smollm2-int8.yaml",),
+    "smollm2-prepared": ("smollm2-prepared.yaml",),
     "gemma": ("gemma.yaml",),
-    "smollm2-bfloat16": ("smollm2.yaml", "--dtype", "bfloat16"),
-    "smollm2-prepared": ("smollm2-prepared.yaml", "--dtype", "float32"),
     "layerskip": ("layerskip.yaml", *(f"runs/smollm2/commands-{seed}/model" for seed in range(3))),
     "layerskip-control": ("layerskip.yaml", *(f"runs/smollm2/control-{seed}/model" for seed in range(3))),
 }
