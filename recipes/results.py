@@ -46,6 +46,8 @@ COLUMNS = {
 KINDS = "results|models|categories|exits|processes"
 TABLE = re.compile(rf"(<!-- (?P<kind>{KINDS}) (?P<rows>[^:\n]*?)(?P<shown>:[^\n]*?)? -->\n)(?:\|[^\n]*\n)*")
 LINK = re.compile(r'(?<!!)\[[^\]]*\](?P<link>\([^\s)]+ "(?P<column>[^"]*?) of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\))')
+TAG = re.compile(rf'<!-- *(?:{KINDS})\b|\]\(\S+ "[^"]* of [^"]*"\)')
+"""What looks like a tag, also with a mistake."""
 CHART = re.compile(r'!\[[^\]]*\]\((?P<file>\S+) "chart of (?P<rows>[^:"]*): (?P<labels>[^"]*)"\)')
 
 
@@ -72,41 +74,40 @@ class Results:
         """A row for each method; every task has the columns."""
         columns, _, chosen = shown.partition(";")
         cells, names = self.cells(rows), [column.strip() for column in columns.split(",")]
-        texts = _texts(chosen) or dict.fromkeys(one["label"] for _, own in cells for one in own)
         head = ["method", *(name if len(cells) == 1 else f"{_title(task)}, {name}" for task, _ in cells for name in names)]
         lines = []
-        for label, text in texts.items():
+        for label, text in _rows(chosen, [one for _, own in cells for one in own]).items():
             found = [next((one for one in own if one["label"] == label), None) for _, own in cells]
             if not any(found):
                 raise ValueError(f"{rows} has no row {label!r}")
             lossy = "" if all(one["lossless"] for one in found if one) else " (lossy)"
             figures = [_cell(one, name) if one else tables.NONE for one in found for name in names]
-            lines.append([text or label + lossy, *figures])
+            lines.append([(text or label) + lossy, *figures])
         return Table("", head, lines).markdown().partition("\n\n")[2]
 
     def models(self, rows: str, shown: str) -> str:
         """A row for each method with means over all models of a run, such as trainings with other seeds."""
         columns, _, chosen = shown.partition(";")
         ((_, own),) = self.cells(rows)
-        names = [column.strip() for column in columns.split(",")]
-        texts = _texts(chosen) or dict.fromkeys(one["label"] for one in own)
+        names, models = [column.strip() for column in columns.split(",")], [*dict.fromkeys(one["model"] for one in own)]
         lines = []
-        for label, text in texts.items():
-            of_label = [one for one in own if one["label"] == label]
-            lines.append([text or label, *(_mean([_cell(one, name) for one in of_label]) for name in names)])
-        return Table("", ["method", *names], lines).markdown().partition("\n\n")[2]
+        for label, text in _rows(chosen, own).items():
+            found = [_named([one for one in own if one["model"] == model], label) for model in models]
+            lossy = "" if found[0]["lossless"] else " (lossy)"
+            lines.append([(text or label) + lossy, *(_mean([_cell(one, name) for one in found]) for name in names)])
+        return Table("", [f"method, mean of {len(models)} models", *names], lines).markdown().partition("\n\n")[2]
 
     def categories(self, rows: str, shown: str) -> str:
         """A row for each category of a task's prompts, with the speed-up of every method."""
-        ((_, own),) = self.cells(rows)
+        ((task, own),) = self.cells(rows)
         labels = [*_texts(shown)]
-        kinds, lines = own[0]["categories"], []
-        for kind in sorted({*kinds}):
-            chosen = [_named(own, label) for label in labels]
-            looping = chosen[0]["looping"]
-            n = sum(one == kind and place not in looping for one, place in zip(kinds, chosen[0]["places"], strict=True))
+        chosen = [_named(own, label) for label in labels]
+        if not (kinds := chosen[0]["categories"]):
+            raise ValueError(f"the prompts of {task} have no categories")
+        lines = []
+        for kind in sorted({*kinds}, key=str):
             ratios = (records.speedup(one, records.baseline(one, own), kind) for one in chosen)
-            lines.append([kind, str(n), *(tables.interval(**vars(ratio)) for ratio in ratios)])
+            lines.append([str(kind), str(kinds.count(kind)), *(tables.interval(**vars(ratio)) for ratio in ratios)])
         return Table("", ["category", "n", *labels], lines).markdown().partition("\n\n")[2]
 
     def exits(self, rows: str, shown: str) -> str:
@@ -154,12 +155,19 @@ class Results:
         def link(found: re.Match[str]) -> str:
             return f"[{self.figures(found['column'], found['rows'], found['labels'])}]{found['link']}"
 
+        if (tags := len(TAG.findall(page))) != (read := len(TABLE.findall(page)) + len(LINK.findall(page)) + len(CHART.findall(page))):
+            raise ValueError(f"{tags - read} of {tags} tags cannot be read: see recipes/results.py")
         return LINK.sub(link, TABLE.sub(table, page))
 
 
 def _title(task: str) -> str:
     name, _, temperature = task.partition("@")
     return f"{name}, T = {temperature}" if temperature else name
+
+
+def _rows(chosen: str, own: list[Record]) -> dict[str, str]:
+    """LABEL -> TEXT of the chosen rows, by default of all."""
+    return _texts(chosen) or dict.fromkeys((one["label"] for one in own), "")
 
 
 def _texts(chosen: str) -> dict[str, str]:

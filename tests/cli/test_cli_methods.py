@@ -109,7 +109,7 @@ FLAGS = {
     "bench report": "files --format --layout --out --pictures",
     "bench compare": "before after --tolerance",
     "bench record": "files --out",
-    "bench repeat": "file --task --method --temperature --model --data-dir --threads --out --fresh --no-fresh",
+    "bench repeat": "file --task --method --temperature --model --folder --data-dir --threads --out",
     "train layerskip": """recipe --output --fresh --no-fresh --seed --data-dir --dry-run --no-dry-run --gpus --shape --mfu
         --peak-tflops --json""",
     "train heads": """model --recipe --prompts --output --preset --max-disk --data-dir --dtype --device --fresh --no-fresh""",

@@ -215,12 +215,12 @@ def repeat(
     file: Path = argument("The file of records."),
     task: str | None = option(None, "The record's task."),
     method: str | None = option(None, "The record's label."),
-    temperature: float | None = option(None, "The record's temperature.", min=0.0),
-    model: str | None = option(None, "A folder or hub id with the same weights. Default: the record's."),
+    temperature: float = option(0.0, "The record's temperature.", min=0.0),
+    model: str | None = option(None, "The record's model, if the file has several."),
+    folder: str | None = option(None, "Where the model is, if it is not where the record says."),
     data_dir: Path | None = option(None, "Folder of JSON lines, instead of the hub."),
     threads: int | None = option(None, "CPU threads. Default: the record's.", min=1),
-    out: Path = _results("repeated.jsonl"),
-    fresh: bool = FRESH,
+    out: Path = option(Path("repeated.jsonl"), "The file of results. It is overwritten."),
 ) -> None:
     """Measure a record's row again, on the same prompts. Exit code 1 if the speed-up leaves the stored interval."""
     option_groups.expect_readable(file)
@@ -230,13 +230,15 @@ def repeat(
     from skipstone.lab.bench.run import run as measure
 
     known = records.read(file)
-    row = records.select(known, task, method, temperature)
+    row = records.select(known, task, method, temperature, model)
     plain = records.baseline(row, known)
-    if model is not None:
-        option_groups.expect_model(model)
-    plan = records.repeat_plan(row, plain, model, data_dir, threads)
-    measure(plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh)
-    found = {one["label"]: one for one in records.records_of(out)}
+    if folder is not None:
+        option_groups.expect_model(folder)
+    plan = records.repeat_plan(row, plain, folder, data_dir, threads)
+    measure(plan, out, command_line(), lambda text: typer.echo(text, err=True), fresh=True)
+    found = {one["label"]: one for one in records.records_of(out, every_prompt=True)}
+    if missing := [one["label"] for one in (row, plain) if one["label"] not in found]:
+        raise ValueError(f"{missing[0]} could not be measured here: skipstone bench report {out} says why")
     again = found[row["label"]], found[plain["label"]]
     print(records.compare((row, plain), again).markdown())
     expected, ratio = records.speedup(row, plain), records.speedup(*again)

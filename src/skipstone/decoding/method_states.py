@@ -47,6 +47,11 @@ def known_state(method: Any, more: Any, model: Any) -> Any:
     return max(states, key=lambda state: state.steps, default=None)
 
 
+def forget_states(model: Any) -> None:
+    """Forget what all methods have learnt on a model. Call it while no request runs."""
+    _STATES.forget(unwrapped(model))
+
+
 def method_report(method: Any, more: Any, model: Any) -> dict[str, Any]:
     """The report of `known_state`; empty without one."""
     state = known_state(method, more, model)

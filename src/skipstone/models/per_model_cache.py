@@ -34,6 +34,10 @@ class PerModelCache(Generic[V]):
             return True
         return self._max_bytes is not None and sum(map(self._nbytes, made.values())) > self._max_bytes
 
+    def forget(self, model: Any) -> None:
+        """Drop all values of a model."""
+        self._made.pop(model, None)
+
     def known(self, model: Any) -> dict[Any, V]:
         """All values of a model by their keys."""
         return self._made.get(model, {})

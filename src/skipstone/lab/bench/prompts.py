@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skipstone.decoding.stats import Stats
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench.draft_weights import share_read
-from skipstone.lab.bench.plan import BenchPlan, has_choices
+from skipstone.lab.bench.plan import BASELINE, BenchPlan, has_choices
 from skipstone.lab.bench.run_file import Line, RunFile
 from skipstone.lab.tasks.data_sets import Task, prompt_of, tabbed, untabbed
 from skipstone.lab.tasks.dialogue import AnswerTokens, PromptBuilder, Said, TaskConversation, digest
@@ -221,11 +220,13 @@ def add_counts(counts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: int, run: TaskRun) -> Line:
     """Give one prompt to every engine and write its line.
 
-    The order of the engines rotates, so that a machine that slows down slows all of them.
-    A second turn follows the first engine's answer, for all engines: they get the same prompts.
+    The order of the engines rotates, so that a machine that slows down slows all of them. A second turn follows the answer of
+    plain decoding, else of the first engine, for all engines: they get the same prompts.
     """
     answers = {label: PromptAnswers() for label in engines}
     labels = list(engines)
+    plain = (label for label, engine in engines.items() if isinstance(engine, MethodBackend) and engine.method.name == BASELINE)
+    leader = answers[next(plain, labels[0])]
     options = run.options(run.settings.max_new_tokens)
     lengths, cut, waited = [], 0, list[float]()
     for sample in range(run.settings.samples):
@@ -240,12 +241,14 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
                     measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * one.place + sample)
                 waited.append(watch.waited_share or 0.0)
                 answers[label].add(measurement, ids, run.builder)
-            said.append((one.turn(turn), answers[labels[0]].texts[-1]))
+            said.append((one.turn(turn), leader.texts[-1]))
     _score(answers, one, run)
     if not all(engine.lossless for engine in engines.values()):
         _add_log_likelihoods(run.model, answers)
     about = {"index": index, "place": one.place, "category": run.task.category(one.record), "digest": one.digest}
-    about["waited_share"] = fmean(waited)
+    if len(lengths) > 1:
+        about["asked"] = digest([token for ids in leader.prompts for token in ids])
+    about["waited_share"] = max(waited)
     rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
     for label, engine in engines.items():
         if isinstance(engine, MethodBackend):

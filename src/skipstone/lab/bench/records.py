@@ -1,9 +1,10 @@
 """Stored results: one record for each row of a run, small enough to be kept with the source.
 
-A row is a method on a task at a temperature on a model. A file has one record on each line. A record says all that is needed
-to measure its row again.
+A row is a method on a task at a temperature on a model. A file has one record on each line. A record says what is needed to
+measure its row again, but for the files that the row reads: of these it has hashes.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,52 +17,64 @@ from skipstone.lab.bench.plan import BASELINE, BenchPlan, PlannedTask, TaskOptio
 from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups
 from skipstone.lab.bench.report.tables import COLUMNS, EXIT_FIGURES, NONE, Table, cells_of, fill
-from skipstone.lab.bench.run_file import Line
+from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
-from skipstone.utils.files import digest, json_line, read_lines, write_whole
+from skipstone.utils.files import digest, file_digest, json_line, read_lines, write_whole
 from skipstone.utils.processor_watch import was_busy
 
 Record = dict[str, Any]
 DIGITS = 4  # significant digits of measured values
 ENGINE = ("dtype", "device", "engine", "instructions", "quantize")  # of a model's line
-PLAN = ("dtype", "device", "device_map", "engine", "quantize", "seed", "ignore_eos")  # of the plan
+PLAN = ("dtype", "device", "device_map", "engine", "quantize", "copies", "stream", "seed", "ignore_eos")  # of the plan
 CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
 KEYS = (
-    *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "lossless"),
+    *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "files", "lossless"),
     *("plan", "cpu", "threads", "packages", "commits", "time"),
-    *("prompts", "texts", "places", "categories", "looping", "busy", "tokens", "seconds", "first_seconds", "figures", "exits"),
+    *("prompts", "texts", "places", "categories", "left_out", "busy", "tokens", "seconds", "figures", "exits"),
 )
 """Keys of a record.
 
-asked: the task as the plan names it. spec: the method as the plan names it. plan: PLAN as the plan has it. prompts, texts:
-hashes. places, categories, tokens, seconds: of every prompt. looping: places of the prompts that `figures` leaves out because a
-text repeats itself. busy: prompts that were measured while other programs used the processor. first_seconds: the model's first
-request with this method, None if the machine was busy. exits: in the row of plain decoding, figure -> its value at every exit,
-if they were measured.
+weights: a hash of samples of the parameters (`models/fingerprint.py`). asked, spec: the task and the method as the plan names
+them. files: path -> hash of what the method's settings name. plan: PLAN as the plan has it. prompts, texts: hashes. places,
+categories, tokens, seconds: of every prompt that counts. left_out: number of prompts that were tried and do not count, because
+a text repeats itself. busy: prompts that were measured while other programs used the processor. exits: in the row of plain
+decoding, figure -> its value at every exit, if they were measured.
 """
 
 
-def records_of(path: Path) -> list[Record]:
-    """The records of a run's file. ValueError for another file, and for a model whose weights no hash identifies."""
+def records_of(path: Path, every_prompt: bool = False) -> list[Record]:
+    """The records of a run's file. every_prompt: prompts with repetitive texts count, too.
+
+    ValueError for another file, and for a model whose weights no hash identifies.
+    """
     lines = run_file.read(path)
     run_file.check(path, lines)
     if not (measured := groups(lines)):
         raise ValueError(f"{path} holds no measured prompt yet")
     begun = [line for line in lines if line["kind"] in ("run", "resumed")]
-    return [_record(begun, group, label) for group in measured for label in group.labels]
+    looping = Counter(tuple(line[name] for name in CELL) for line in lines if line["kind"] == "looping")
+    found = []
+    for group in measured:
+        skipped = looping[group.model, group.number, group.task, group.temperature, group.question]
+        found += [_record(begun, group, name, skipped, every_prompt) for name in group.labels]
+    return found
 
 
-def _record(begun: Sequence[Line], group: MeasurementGroup, name: str) -> Record:
+def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: int, every_prompt: bool) -> Record:
     plan, provenance = begun[0]["plan"], begun[0]["provenance"]
     if "weights" not in group.about:
         raise ValueError(f"{group.model}: this run was made before runs had a hash of the weights; measure it again")
-    lines = [line for line in group.lines if name in line["rows"]]
+    asked = [line for line in group.lines if name in line["rows"]]
+    lines = asked if every_prompt else [line for line in asked if is_calm(line)] or asked
     rows = [line["rows"][name] for line in lines]
-    figures = group.figures(name, [line for line in lines if is_calm(line)] or lines)
+    figures = group.figures(name, lines)
     assert figures is not None
+    if was_busy(group.first.get(name, {}).get("waited_share")):
+        figures["first_request_seconds"] = None
     categories = [line.get("category") for line in lines]
     task = {key: value for key, value in plan["tasks"][group.number].items() if value is not None}
     commits = [one["provenance"]["git"] for one in begun]
+    spec = _spec(plan, group, name)
     return {
         "model": group.model,
         "weights": group.about["weights"],
@@ -71,24 +84,35 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str) -> Record
         "asked": {key: plan[key] for key in TaskOptions.model_fields if plan.get(key) is not None} | task,
         "label": name,
         "method": group.about["methods"][name]["method"],
-        "spec": _spec(plan, group, name),
+        "spec": spec,
         "settings": {key: value for key, value in group.settings(name).items() if key != "python"},
+        "files": {value: hash_of(Path(value)) for key, value in spec.items() if key != "python" and _is_path(value)},
         "lossless": group.about["methods"][name]["lossless"],
-        "plan": {key: plan[key] for key in PLAN if key in plan},
+        "plan": {key: plan[key] for key in PLAN if plan.get(key) is not None},
         **{key: provenance[key] for key in ("cpu", "threads", "packages", "time")},
         "commits": [*dict.fromkeys(f"{one['sha'][:12]}{' changed' if one['dirty'] else ''}" for one in commits if one)],
-        "prompts": digest([line["digest"] for line in lines]),
+        "prompts": digest([line.get("asked", line["digest"]) for line in lines]),
         "texts": digest([row["digests"] for row in rows]),
         "places": [line["place"] for line in lines],
         "categories": categories if len({*categories}) > 1 else None,
-        "looping": [line["place"] for line in lines if not is_calm(line)],
+        "left_out": skipped + len(asked) - len(lines),
         "busy": sum(was_busy(line.get("waited_share")) for line in lines),
         "tokens": [row["tokens"] for row in rows],
         "seconds": rounded([row["seconds"] for row in rows]),
-        "first_seconds": _first_seconds(group.first.get(name)),
         "figures": rounded(figures),
         "exits": _exits(group) if name == group.label_of(BASELINE) else None,
     }
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and "/" in value and Path(value).exists()
+
+
+def hash_of(path: Path) -> str:
+    """A hash of a file, or of the names and sizes of a folder's files."""
+    if path.is_file():
+        return file_digest(path)[:16]
+    return digest(sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("*") if one.is_file()))
 
 
 def _spec(plan: Line, group: MeasurementGroup, name: str) -> dict[str, Any]:
@@ -103,11 +127,6 @@ def _exits(group: MeasurementGroup) -> dict[str, Any] | None:
     if group.exits is None:
         return None
     return rounded({name: group.exits[name] for name in ("prompts", "tokens", *EXIT_FIGURES) if name in group.exits})
-
-
-def _first_seconds(first: Line | None) -> float | None:
-    """Seconds of a model's first request; None if there is none, or if other programs used the processor."""
-    return None if first is None or was_busy(first.get("waited_share")) else rounded(first["seconds"])
 
 
 def rounded(value: Any) -> Any:
@@ -133,18 +152,22 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def select(records: Sequence[Record], task: str | None, name: str | None, temperature: float | None) -> Record:
-    """The one record of a task, label and temperature. ValueError if there is none or several, or if it has no speed-up."""
-    wanted = {"task": task, "label": name, "temperature": temperature}
+def select(records: Sequence[Record], task: str | None, name: str | None, temperature: float, model: str | None) -> Record:
+    """The one record of a task, label, temperature and model, as far as they are given.
+
+    ValueError if there is none or several, or if it has no speed-up.
+    """
+    wanted = {"task": task, "label": name, "temperature": temperature, "model": model}
     given = {key: value for key, value in wanted.items() if value is not None}
     found = [one for one in records if given.items() <= one.items()]
     if len(found) == 1 and found[0]["method"] != BASELINE:
         return found[0]
     if len(found) == 1:
         raise ValueError(f"{found[0]['label']} is plain decoding, which every repetition measures: name another method")
-    listed = "; ".join(f"{one['task']}, T = {one['temperature']:g}, {one['label']}" for one in found or records)
+    template = "{model}, {task}, T = {temperature:g}, {label}"
+    listed = "; ".join(template.format_map(one) for one in found or records)
     fault = "several records fit" if found else "no record fits"
-    raise ValueError(f"{fault}: name --task, --method and --temperature. The records are: {listed}")
+    raise ValueError(f"{fault}: name --task, --method, --temperature and --model. The records are: {listed}")
 
 
 def cell(record: Record) -> tuple[Any, ...]:
@@ -161,23 +184,22 @@ def baseline(record: Record, records: Sequence[Record]) -> Record:
 
 
 def speedup(record: Record, plain: Record, category: str | None = None) -> IntervalEstimate:
-    """Speed-up over plain decoding on the prompts that do not loop, with its interval. category: on the prompts of one."""
-    where = [place for place in range(len(record["places"])) if category is None or record["categories"][place] == category]
-    counted = [place for place in where if record["places"][place] not in record["looping"]] or where
+    """Speed-up over plain decoding, with its interval. category: on the prompts of one."""
+    chosen = [place for place, kind in enumerate(record["categories"] or record["places"]) if category in (None, kind)]
 
     def speed(one: Record) -> PooledRate:
-        return rate(*(np.take(one[name], counted) for name in ("tokens", "seconds")), seed=one["plan"]["seed"])
+        return rate(*(np.take(one[name], chosen) for name in ("tokens", "seconds")), seed=one["plan"]["seed"])
 
     return (speed(record) / speed(plain)).estimate()
 
 
-def repeat_plan(record: Record, plain: Record, model: str | None, data_dir: Path | None, threads: int | None) -> BenchPlan:
+def repeat_plan(record: Record, plain: Record, folder: str | None, data_dir: Path | None, threads: int | None) -> BenchPlan:
     """The plan that measures a row and plain decoding again, on the same prompts.
 
-    model: a folder with the same weights, if it is not where the record says. threads: None for those of the record.
+    folder: the model's folder or hub id, if it is not where the record says. threads: None for those of the record.
     """
     asked = {key: value for key, value in record["asked"].items() if key not in CHOOSES_PROMPTS}
-    name = model or record["model"]
+    name = folder or record["model"]
     return BenchPlan(
         models=() if name == BUNDLED else (name,),
         methods=(plain["spec"], record["spec"]),
@@ -189,17 +211,14 @@ def repeat_plan(record: Record, plain: Record, model: str | None, data_dir: Path
 
 
 def compare(stored: tuple[Record, Record], again: tuple[Record, Record]) -> Table:
-    """A row next to the same measured again. Both are (row, plain decoding).
-
-    ValueError if the weights or the prompts are others.
-    """
-    for key, what in (("weights", "the model's weights"), ("prompts", "the prompts")):
-        if stored[0][key] != again[0][key]:
-            raise ValueError(f"{what} are not those of the record ({stored[0][key]} there, {again[0][key]} here)")
+    """A row next to the same measured again. Both are (row, plain decoding). ValueError if the prompts are others."""
+    if stored[0]["prompts"] != again[0]["prompts"]:
+        raise ValueError("the prompts are not those of the record: the files of the data set differ")
     own = [cells_of("", {}, one["figures"]) for one, _ in (stored, again)]
     rows = [(name, *(fill(COLUMNS[name], one) for one in own)) for name in ("x plain", "tokens/s", "M", "alpha", "n")]
     rows.append(("plain tokens/s", *(f"{one['figures']['tokens_per_second']:.1f}" for _, one in (stored, again))))
-    rows.append(("texts", NONE, "the same" if stored[0]["texts"] == again[0]["texts"] else "others"))
-    machine = "{cpu}, {instructions}, {threads} threads"
-    rows.append(("processor", *(machine.format_map(one) for one, _ in (stored, again))))
+    for key, name in (("weights", "weights"), ("files", "files of the method"), ("texts", "texts")):
+        rows.append((name, NONE, "the same" if stored[0][key] == again[0][key] else "others"))
+    machine = "{cpu}, {threads} threads; {engine} {instructions}, {dtype}, {quantize}"
+    rows.append(("processor and engine", *(machine.format_map(one) for one, _ in (stored, again))))
     return Table(f"{stored[0]['model']}, {stored[0]['task']}: {stored[0]['label']}", ("", "stored", "now"), rows)

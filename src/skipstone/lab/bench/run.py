@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skipstone.assets import BUNDLED
+from skipstone.decoding.method_states import forget_states
 from skipstone.decoding.stats import Stats
 from skipstone.engines.exit_statistics import ExitTally, layer_states
 from skipstone.engines.loading import expect_config
@@ -95,6 +96,8 @@ def measure_model(
     options = {"dtype": plan.dtype, "device": device, "engine": plan.engine, "quantize": plan.quantize}
     model, tokenizer = load_to_measure(name, device_map=plan.device_map, **options)
     subject = BenchModel(name or BUNDLED, model, tokenizer)
+    for quantize in plan.copies:
+        ModelRunner(model).copy_in(quantize)
     entries = enter(journal, subject, plan, say)
     for number, ((task, settings), split) in enumerate(tasks):
         free = ModelRunner(model).max_positions - settings.max_new_tokens
@@ -204,6 +207,8 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
         engines = {entry.label: _choose(task_run, entry, spare) for entry in taking}
         longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
         warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
+        if not task_run.plan.stream:
+            forget_states(model)
         plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
         with progress_bar(task_run.title, wanted - counted, announce=True) as step:
             for index, one in enumerate(report):
