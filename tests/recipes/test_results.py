@@ -29,7 +29,7 @@ def record(label: str, seconds: list[float], task: str = "sums", temperature: fl
         "temperature": temperature,
         "settings": {},
     }
-    usual |= {"places": [1, 2], "looping": [], "tokens": [100, 100], "seconds": seconds, "figures": figures, **method}
+    usual |= {"places": [1, 2], "left_out": 3, "tokens": [100, 100], "seconds": seconds, "figures": figures, **method}
     return {**usual, "plan": {"seed": 0}, "categories": ["a", "b"], **more}
 
 
@@ -69,7 +69,7 @@ def test_a_table_of_several_tasks_shows_chosen_rows_under_other_names(root: Path
     assert rendered(root, page).splitlines()[1:] == [
         "| method | sums, x | sums, T = 1, x |",
         "| --- | --- | --- |",
-        "| [AdaSD](adasd.md) | 0.50 | - |",
+        "| [AdaSD](adasd.md) (lossy) | 0.50 | - |",
         "| swift, paper | 1.60 | 1.00 |",
     ]
 
@@ -118,6 +118,10 @@ def test_figures_in_a_sentence_are_those_of_the_records(root: Path) -> None:
     )
 
 
+def test_prompts_that_do_not_count_were_tried(root: Path) -> None:
+    assert rendered(root, '[9](x.md "tried of tiny sums: adasd")\n') == '[5](x.md "tried of tiny sums: adasd")\n'
+
+
 def test_a_picture_is_drawn_again_only_if_the_results_change(root: Path) -> None:
     page = '![speeds](speeds.svg "chart of tiny sums: swift, paper; adasd")\n'
     assert rendered(root, page) == page
@@ -136,6 +140,10 @@ def test_a_picture_is_drawn_again_only_if_the_results_change(root: Path) -> None
         ("<!-- results tiny others: x -->\n", "tiny has no record of the task others"),
         ("<!-- results tiny sums: x; nothing -->\n", "no row 'nothing'"),
         ("<!-- results none sums: x -->\n", "none.jsonl"),
+        ("<!-- models tiny sums: x; nothing -->\n", "no row 'nothing'"),
+        ("<!-- categories tiny sums: nothing -->\n", "no row 'nothing'"),
+        ("<!-- results tiny sums: x-->\n", "1 of 1 tags cannot be read"),
+        ('[1](x.md "x of tiny sums")\n', "1 of 1 tags cannot be read"),
         ('[1](x.md "x of tiny sums: nothing")\n', "no row 'nothing'"),
     ],
 )

@@ -40,18 +40,19 @@ def by_hand(path: Path, found: list[dict[str, Any]] | None = None) -> list[recor
 
 
 def test_a_record_holds_the_figures_and_every_prompt(tmp_path: Path) -> None:
-    found = by_hand(tmp_path / "a.jsonl")
+    looping = {"kind": "looping", **CELL, "index": 3, "digest": "d3", "repeated_share": 0.9}
+    found = by_hand(tmp_path / "a.jsonl", [*lines(), looping])
     assert [one["label"] for one in found] == ["hf-generate", "autoregressive", "layerskip"]
     own, plain = found[2], found[1]
     expected = {
         "weights": "w",
-        "places": [10, 11, 12],
-        "looping": [12],
-        "tokens": [101] * 3,
-        "seconds": [0.55] * 3,
+        "places": [10, 11],
+        "left_out": 2,
+        "tokens": [101] * 2,
+        "seconds": [0.55] * 2,
         "asked": {"num_prompts": 3, "task": "sums"},
         "spec": {"method": "layerskip", "exit_layer": 2},
-        "plan": {key: PLAN[key] for key in records.PLAN},
+        "plan": {key: PLAN[key] for key in records.PLAN if PLAN.get(key) is not None},
     }
     assert {key: own[key] for key in expected} == expected
     figures = {
@@ -66,10 +67,12 @@ def test_a_record_holds_the_figures_and_every_prompt(tmp_path: Path) -> None:
     assert baseline(own, found) is plain
     records.write(tmp_path / "b.jsonl", found)
     assert records.read(tmp_path / "b.jsonl") == found
+    every = records_of(tmp_path / "a.jsonl", every_prompt=True)[2]
+    assert (every["places"], every["left_out"]) == ([10, 11, 12], 1)
 
 
 def test_the_speed_up_follows_from_the_seconds_of_the_prompts_that_do_not_loop(tmp_path: Path) -> None:
-    """Plain decoding takes 1.1 s for every prompt, layerskip .55, .275 and, where it loops, .1 s."""
+    """Plain decoding takes 1.1 s for every prompt, layerskip .55, .275 and, on the one where it loops, .1 s."""
     changed = lines()
     for line, seconds in zip((line for line in changed if "rows" in line), (0.55, 0.275, 0.1), strict=True):
         line["rows"]["layerskip"]["seconds"] = seconds
@@ -95,7 +98,7 @@ def test_a_first_request_on_a_busy_machine_has_no_time(tmp_path: Path) -> None:
     requests = [{**first, "method": "autoregressive", "waited_share": 0.01}]
     requests.append({**first, "method": "layerskip", "waited_share": 0.5})
     found = by_hand(tmp_path / "a.jsonl", [model, *requests, *others])
-    assert [one["first_seconds"] for one in found] == [None, 0.25, None]
+    assert [one["figures"].get("first_request_seconds") for one in found] == [None, 0.25, None]
 
 
 def test_measured_values_have_four_digits() -> None:
@@ -118,25 +121,38 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 
 def test_a_row_is_named_by_task_label_and_temperature(tmp_path: Path) -> None:
     found = by_hand(tmp_path / "a.jsonl")
-    assert select(found, "sums", "layerskip", None) is found[2]
-    with pytest.raises(ValueError, match=r"several records fit.*sums, T = 0, layerskip"):
-        select(found, "sums", None, 0.0)
+    several = [*found, {**found[2], "temperature": 1.0}, {**found[2], "model": "n"}]
+    assert select(several, "sums", "layerskip", 0.0, "m") is found[2]
+    assert select(several, None, None, 1.0, None) is several[3]
+    with pytest.raises(ValueError, match=r"several records fit.*n, sums, T = 0, layerskip"):
+        select(several, "sums", "layerskip", 0.0, None)
     with pytest.raises(ValueError, match=r"no record fits.*hf-generate"):
-        select(found, None, "swift", None)
+        select(found, None, "swift", 0.0, None)
     with pytest.raises(ValueError, match="which every repetition measures"):
-        select(found, None, "autoregressive", None)
+        select(found, None, "autoregressive", 0.0, None)
     with pytest.raises(ValueError, match="no record of plain decoding"):
         baseline({**found[2], "weights": "others"}, found)
 
 
-def test_other_weights_and_other_prompts_are_no_repetition(tmp_path: Path) -> None:
+def test_other_prompts_are_no_repetition_and_other_weights_are_shown(tmp_path: Path) -> None:
     found = by_hand(tmp_path / "a.jsonl")
     stored = found[2], found[1]
-    for key, what in (("weights", "weights"), ("prompts", "prompts")):
-        with pytest.raises(ValueError, match=f"{what} are not those of the record"):
-            compare(stored, ({**found[2], key: "x"}, found[1]))
-    cells = {name: now for name, _, now in compare(stored, stored).rows}
-    assert (cells["x plain"], cells["M"], cells["texts"]) == ("2.00", "2.00", "the same")
+    with pytest.raises(ValueError, match="the prompts are not those of the record"):
+        compare(stored, ({**found[2], "prompts": "x"}, found[1]))
+    cells = {name: now for name, _, now in compare(stored, ({**found[2], "weights": "x"}, found[1])).rows}
+    assert (cells["x plain"], cells["M"], cells["texts"], cells["weights"]) == ("2.00", "2.00", "the same", "others")
+
+
+def test_files_of_a_method_have_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "list.json").write_text("[1]")
+    spec = {"method": "layerskip", "draft_vocabulary": "runs/list.json", "python": "runs/list.json", "exit_layer": 2}
+    monkeypatch.setitem(PLAN, "methods", [{"method": "hf-generate"}, {"method": "autoregressive"}, spec])
+    before = by_hand(tmp_path / "a.jsonl")[2]["files"]
+    assert [*before] == ["runs/list.json"]
+    (tmp_path / "runs" / "list.json").write_text("[2]")
+    assert by_hand(tmp_path / "a.jsonl")[2]["files"] != before
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +177,23 @@ def measured(folder: Path, **more: Any) -> Path:
         "num_prompts": 4,
         "seed": 3,
     }
-    usual |= {"methods": ["autoregressive", "layerskip exit_layer=1,2"], "tune_prompts": 2, "tune_tokens": 8}
-    plan = read(None, usual | {"max_new_tokens": 12, "ignore_eos": True, "dtype": "float32"} | more)
+    usual |= {"methods": ["early_exit exit_layer=1", "autoregressive", "layerskip exit_layer=1,2"], "tune_prompts": 2}
+    plan = read(None, usual | {"tune_tokens": 8, "max_new_tokens": 12, "ignore_eos": True, "dtype": "float32"} | more)
     name = f"{more.get('temperature', 0)}-{more.get('skip_looping', False)}.jsonl"
     return run(plan, folder / name, ["skipstone"], lambda text: None, fresh=True)
 
 
 @pytest.mark.parametrize("more", [{"skip_looping": True}, {"temperature": 1.0}], ids=["greedy", "sampled"])
 def test_a_repetition_asks_the_same_prompts_and_writes_the_same_texts(folder: Path, more: dict[str, Any]) -> None:
-    """Also where choices and loops took prompts away, at a temperature, and with turns."""
+    """Also where choices and loops took prompts away, at a temperature, with turns, and where a lossy row comes first."""
     stored = records_of(measured(folder, **more))
-    own = select(stored, None, "layerskip", None)
+    own = select(stored, None, "layerskip", more.get("temperature", 0.0), None)
     plan = repeat_plan(own, baseline(own, stored), None, None, None)
     assert [dict(spec) for spec in plan.methods] == [{"method": "autoregressive"}, own["spec"]]
     assert own["spec"]["exit_layer"] in (1, 2), "the setting that the run chose"
-    again = records_of(run(plan, folder / "again.jsonl", ["skipstone"], lambda text: None, fresh=True))
+    again = records_of(run(plan, folder / "again.jsonl", ["skipstone"], lambda text: None, fresh=True), every_prompt=True)
     for key in ("weights", "prompts", "places", "texts", "tokens", "settings", "plan", "categories"):
-        assert [one[key] for one in again] == [one[key] for one in stored], key
+        assert [one[key] for one in again] == [one[key] for one in stored if one["label"] != "early_exit"], key
 
 
 def test_the_command_stores_a_run_and_repeats_a_row(folder: Path) -> None:
@@ -185,16 +201,16 @@ def test_the_command_stores_a_run_and_repeats_a_row(folder: Path) -> None:
     assert command("bench", "record", made, "--out", out).exit_code == 0
     stored = records.read(out)
     assert stored == records_of(made)
-    again = ("bench", "repeat", out, "--method", "layerskip", "--out", folder / "command.jsonl", "--fresh")
-    own = select(stored, None, "layerskip", None)
+    again = ("bench", "repeat", out, "--method", "layerskip", "--out", folder / "command.jsonl")
+    own = select(stored, None, "layerskip", 0.0, None)
     for factor, inside in ((1e3, False), (1e-3, False)):  # no machine is a thousand times faster or slower
         other = {**own, "seconds": [factor * seconds for seconds in own["seconds"]]}
-        records.write(out, [stored[0], other])
+        records.write(out, [stored[1], other])
         result = command(*again)
         assert (result.exit_code == 0, "OUTSIDE the stored interval" in result.stdout) == (inside, not inside)
     factors = 1e-3, 1e-3, 1e3, 1e3  # one resample in sixteen takes the first two alone, another the last two
     wide = {**own, "seconds": [factor * seconds for factor, seconds in zip(factors, own["seconds"], strict=True)]}
-    records.write(out, [stored[0], wide])
+    records.write(out, [stored[1], wide])
     result = command(*again)
     assert (result.exit_code, "inside the stored interval" in result.stdout) == (0, True)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from skipstone.engines.loading import load
+from skipstone.engines.model_runner import ModelRunner
 from skipstone.lab.bench import prompts, run_file
 from skipstone.lab.bench import run as running
 from skipstone.lab.bench.peers.hf import HFPromptLookup
@@ -454,3 +455,27 @@ def test_another_plan_another_version_or_another_file_is_refused(tmp_path: Path)
     path.write_text('{"kind": "run", "version": 99, "plan": {}}\n')
     with pytest.raises(ValueError, match="version 99, this skipstone reads version 1"):
         run_file.read(path)
+
+
+def test_methods_forget_between_tasks_unless_the_tasks_are_one_stream(folder: Path, tmp_path: Path) -> None:
+    """The same prompts twice: what recycled tokens bring the second time shows whether they were remembered."""
+
+    def accepted(stream: bool) -> list[int]:
+        twice = {"tasks": [str(folder / "mine.jsonl")] * 2, "methods": ["autoregressive", "recycle"], "num_prompts": 2}
+        path = run(plan(folder, stream=stream, **twice), tmp_path / f"{stream}.jsonl", [], quiet)
+        rows = [line for line in run_file.read(path) if line["kind"] == "prompt"]
+        return [sum(line["rows"]["recycle"]["stats"]["accepted"] for line in rows if line["number"] == one) for one in (0, 1)]
+
+    first, second = accepted(stream=False)
+    assert first == second
+    first, second = accepted(stream=True)
+    assert first < second
+
+
+def test_copies_are_there_before_any_method(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(ModelRunner, "copy_in", lambda self, quantize: made.append(quantize))
+    monkeypatch.setattr(running, "enter", lambda *args: made.append("methods") or pytest.skip())
+    with pytest.raises(pytest.skip.Exception):
+        run(plan(folder, copies=["int8", "int4"], methods=["autoregressive"]), tmp_path / "a.jsonl", [], quiet)
+    assert made == ["int8", "int4", "methods"]

@@ -80,7 +80,9 @@ class BenchPlan(TaskOptions):
     tune_prompts: int = Field(default=6, ge=1)  # prompts on which choices are measured, never reported
     tune_tokens: int = Field(default=48, ge=1)  # new tokens of each call that measures a choice
     ignore_eos: bool = False  # all texts have max_new_tokens tokens
-    copies: tuple[Literal["int8", "int4"], ...] = ()  # copies of the weights that are there from the start, as after `skipstone tune`
+    copies: tuple[
+        Literal["int8", "int4"], ...
+    ] = ()  # copies of the weights that are there from the start, as after `skipstone tune`
     stream: bool = False  # the tasks are one stream: methods keep what they have learnt from task to task
     perplexity: bool = False  # measure also how well every exit predicts the tasks' answers
     allow_code_execution: bool = False

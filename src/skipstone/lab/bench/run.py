@@ -9,7 +9,7 @@ prompt in shuffled order.
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,9 +206,7 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
         _measure_first_requests(task_run, taking, task_run.builder.ids(report[0]))
         engines = {entry.label: _choose(task_run, entry, spare) for entry in taking}
         longest = max((task_run.builder.ids(one) for one in report[:wanted]), key=len)
-        warm_up(model, engines.values(), longest, task_run.options(settings.max_new_tokens))
-        if not task_run.plan.stream:
-            forget_states(model)
+        _warm_up(task_run, engines.values(), longest)
         plain = MethodBackend(resolve_for(model, {"method": BASELINE}))
         with progress_bar(task_run.title, wanted - counted, announce=True) as step:
             for index, one in enumerate(report):
@@ -224,6 +222,13 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
                     step()
     if counted < wanted:
         say(f"{task_run.task.name}: a method repeats itself on all prompts but {counted}, {wanted} are asked for")
+
+
+def _warm_up(task_run: TaskRun, engines: Iterable[GenerationBackend], prompt: Tensor) -> None:
+    """Run every engine once. Then methods forget what they have learnt, so that a task can be measured alone."""
+    warm_up(task_run.model, engines, prompt, task_run.options(task_run.settings.max_new_tokens))
+    if not task_run.plan.stream:
+        forget_states(task_run.model)
 
 
 def _measure_first_requests(task_run: TaskRun, entries: Sequence[MethodEntry], prompt: Tensor) -> None:
