@@ -239,7 +239,8 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
             for label in labels[first:] + labels[:first]:
                 with ProcessorWatch() as watch:
                     measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * one.place + sample)
-                waited.append(watch.waited_share or 0.0)
+                if not engines[label].elsewhere:  # while another process works, this one's waiting says nothing
+                    waited.append(watch.waited_share or 0.0)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), leader.texts[-1]))
     _score(answers, one, run)
@@ -248,7 +249,7 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     about = {"index": index, "place": one.place, "category": run.task.category(one.record), "digest": one.digest}
     if len(lengths) > 1:
         about["asked"] = digest([token for ids in leader.prompts for token in ids])
-    about["waited_share"] = max(waited)
+    about["waited_share"] = max(waited, default=None)
     rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
     for label, engine in engines.items():
         if isinstance(engine, MethodBackend):

@@ -19,6 +19,7 @@ from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups
 from skipstone.lab.bench.report.tables import COLUMNS, EXIT_FIGURES, NONE, Table, cells_of, fill
 from skipstone.lab.bench.run_file import CELL, Line
 from skipstone.lab.timing.statistics import IntervalEstimate, PooledRate, rate
+from skipstone.methods.auto.auto import Auto
 from skipstone.utils.files import digest, file_digest, json_line, read_lines, write_whole
 from skipstone.utils.processor_watch import was_busy
 
@@ -206,7 +207,7 @@ def repeat_plan(record: Record, plain: Record, folder: str | None, data_dir: Pat
         tasks=(PlannedTask(**asked, places=tuple(record["places"])),),
         threads=threads or record["threads"],
         data_dir=data_dir,
-        **record["plan"],
+        **record["plan"] | ({} if record["method"] == Auto.name else {"copies": ()}),
     )
 
 
