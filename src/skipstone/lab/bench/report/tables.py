@@ -22,7 +22,8 @@ NONE = "-"  # a cell without a figure
 Figures = Mapping[str, Any]  # what `MeasurementGroup.figures` returns, and what `_figures` adds
 LEGEND = f"""\
 All figures but "first s" are steady: of requests after a warm-up. first s: seconds of the first request for at most
-{WARM_UP_TOKENS} tokens, with its set-up work. If methods share work, such as a copy of the weights, the first one does it; a plan's `copies` are there before.
+{WARM_UP_TOKENS} tokens, with its set-up work. If methods share work, such as a copy of the weights, the first one does it.
+Copies that the plan names are there before.
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
 with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is
 below {LOOPING} in all rows; the last column takes all prompts. ceiling: share of the speed that the memory's bandwidth allows
