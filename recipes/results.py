@@ -135,14 +135,14 @@ class Results:
         return "; ".join(", ".join(one) for one in values)
 
     def chart(self, rows: str, labels: str) -> str:
-        """A picture with a hash of what it shows, since another matplotlib draws it otherwise."""
+        """A picture with a hash of its speed-ups, since another matplotlib draws other bytes."""
         ((task, own),) = self.cells(rows)
         shown = {label: _named(own, label)["figures"] for label in _texts(labels)}
         drawn = speedup_chart(shown, f"{own[0]['model']}, {_title(task)}")
         return drawn + f"<!-- {self.chart_digest(rows, labels)} -->\n"
 
     def chart_digest(self, rows: str, labels: str) -> str:
-        """A hash of what a picture shows."""
+        """A hash of a picture's speed-ups."""
         ((_, own),) = self.cells(rows)
         return digest({label: _named(own, label)["figures"]["speedups"] for label in _texts(labels)})
 
@@ -180,10 +180,10 @@ def _texts(chosen: str) -> dict[str, str]:
 
 
 def _mean(cells: list[str]) -> str:
-    """The mean of cells and their range, by the first number of each; its digits are theirs."""
+    """The mean of cells and their range, by the first number of each that is no part of a name. It has as many digits."""
     if not cells or tables.NONE in cells:
         return tables.NONE
-    numbers = [found[0] for cell in cells if (found := re.search(r"-?\d+\.?\d*", cell))]
+    numbers = [found[0] for cell in cells if (found := re.search(r"(?<![\w@.])-?\d+\.?\d*", cell))]
     digits, values = len(numbers[0].partition(".")[2]), [*map(float, numbers)]
     return f"{fmean(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 

@@ -1,4 +1,4 @@
-"""Writes the same function with other weights: a decoder whose residual stream is rotated by a random orthogonal matrix.
+"""Writes the same function with other weights: a random orthogonal matrix rotates a decoder's residual stream.
 
     python recipes/rotated.py MODEL OUT [--seed 0] [--dtype float32]
 
@@ -9,7 +9,7 @@ grid.
 RMSNorm's weights move into the matrices that read after them. Every matrix that reads the residual stream is multiplied by an
 orthogonal matrix Q, every matrix that writes to it by the transpose of Q (QuaRot, arXiv 2404.00456, section 4, computational
 invariance). Logits stay the same up to rounding, after every layer. Exit heads that were trained on the original do not fit.
-Rotation removes outliers, so rounding hurts a rotated model less than an original whose weights lie on no grid.
+Rotation removes outliers. So rounding hurts a rotated model less than a model that was never quantised.
 
 The layers must be those of Llama: two RMSNorms, attention with o_proj, an MLP with gate_proj, up_proj and down_proj. Prints the
 largest difference of the logits. Writes nothing if it is more than rounding. --dtype: of the written file. bfloat16 rounds once
@@ -24,16 +24,15 @@ from torch import Tensor, nn
 
 import skipstone
 
-MAX_DIFFERENCE = (
-    1e-4  # relative to the largest logit: float32's rounding gives 2e-6 on SmolLM2, a norm that stays behind over 1e-3
-)
+MAX_DIFFERENCE = 1e-4
+"""Relative to the largest logit. On SmolLM2 float32's rounding gives 2e-6, and a norm that stays behind over 1e-3."""
 CHECKED_TOKENS = 64
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def expect_llama_layers(model: Any) -> None:
-    """ValueError for a model whose function changes with the rotation."""
+    """ValueError if the rotation would change the model's function."""
     kind = model.config.model_type
     layers = getattr(getattr(model, "model", None), "layers", ())
     if not layers or any({name for name, _ in layer.named_children()} != LAYER for layer in layers):

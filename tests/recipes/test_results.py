@@ -94,6 +94,14 @@ def test_models_of_one_run_have_a_mean_and_a_range(root: Path) -> None:
     assert shown[-1] == "| ours | 1.67 (1.00-2.00) | 83.3 (50.0-100.0) | - |"
 
 
+def test_a_mean_is_over_figures_and_not_over_digits_of_a_name(root: Path) -> None:
+    rows = [record("autoregressive", [2.0, 2.0], model=name, weights=name) for name in "ab"]
+    for row, value in zip(rows, (0.25, 0.75), strict=True):
+        row["figures"] |= {"scores": {"pass@1": {"value": value, "low": 0.0, "high": 1.0}}}
+    records.write(root / "docs" / "lab" / "results" / "seeds.jsonl", rows)
+    assert rendered(root, "<!-- models seeds sums: score -->\n").splitlines()[-1] == "| autoregressive | 0.500 (0.250-0.750) |"
+
+
 def test_whole_processes_are_shown_by_their_medians(root: Path) -> None:
     times = {"first": [0.1, 0.9, 0.2], "last": [1.0, 3.0, 2.0], "end": [2.0] * 3, "peak": [7.0] * 3, "busy_share": [0.0] * 3}
     row = {"model": "m", "method": "auto", "start": "first", **times}

@@ -1,4 +1,4 @@
-"""The OpenVINO peer, over a stand-in for openvino-genai whose next tokens are known."""
+"""The OpenVINO peer, over a stand-in for openvino-genai with known next tokens."""
 
 import json
 from collections.abc import Callable

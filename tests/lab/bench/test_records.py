@@ -216,7 +216,7 @@ def test_the_command_stores_a_run_and_repeats_a_row(folder: Path) -> None:
 
 
 def test_stats_are_those_of_the_prompts_that_do_not_loop(tmp_path: Path) -> None:
-    """A looping prompt whose drafts are all accepted changes no figure."""
+    """A looping prompt changes no figure, even if all of its drafts are accepted."""
     changed = lines()
     looping = next(line for line in changed if line.get("index") == 2)
     looping["rows"]["layerskip"]["stats"] = stats(101, 20, 80, 80, prefill=0.1, draft=0.1, score=0.1, other=0.01)

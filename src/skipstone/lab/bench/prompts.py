@@ -151,7 +151,7 @@ class TaskRun:
         return options_for(max_new_tokens, self.settings.temperature, self.settings.top_p)
 
     def answers(self, prompts: Sequence[TaskConversation], max_positions: int) -> list[AnsweredPrompt]:
-        """The single-turn prompts whose record holds an answer, if the prompt fits into max_positions with every choice."""
+        """The single-turn prompts with an answer in their record that fit into max_positions with every choice."""
         pairs = []
         for one in prompts:
             if len(one) == 1 and self.task.answer is not None and (right := self.task.answer(one.record) or "").strip():

@@ -46,7 +46,7 @@ decoding, figure -> its value at every exit, if they were measured.
 def records_of(path: Path, every_prompt: bool = False) -> list[Record]:
     """The records of a run's file. every_prompt: prompts with repetitive texts count, too.
 
-    ValueError for another file, and for a model whose weights no hash identifies.
+    ValueError for another file, and for a model without a hash of its weights.
     """
     lines = run_file.read(path)
     run_file.check(path, lines)
@@ -131,7 +131,7 @@ def _exits(group: MeasurementGroup) -> dict[str, Any] | None:
 
 
 def rounded(value: Any) -> Any:
-    """A JSON value whose numbers have DIGITS significant digits. Entries of mappings that are None are left out."""
+    """A JSON value with DIGITS significant digits in its numbers. Entries of mappings that are None are left out."""
     if isinstance(value, Mapping):
         return {key: rounded(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, (list, tuple)):
