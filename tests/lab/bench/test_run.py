@@ -158,12 +158,12 @@ def test_rows_take_turns_with_seeds_of_their_own_at_a_temperature(
 
 
 @pytest.mark.slow
-def test_a_second_turn_follows_the_first_rows_answer(folder: Path, tmp_path: Path) -> None:
+def test_a_second_turn_follows_plain_decodings_answer(folder: Path, tmp_path: Path) -> None:
     methods = ["early_exit exit_layer=1", "autoregressive"]
     out = run(plan(folder, num_prompts=9, methods=methods), tmp_path / "a.jsonl", [], quiet)
     (line,) = (line for line in run_file.read(out) if line["kind"] == "prompt" and len(line["prompt_tokens"]) == 2)
-    first = line["rows"]["early_exit"]["texts"][0]
-    assert first != line["rows"]["autoregressive"]["texts"][0]
+    first = line["rows"]["autoregressive"]["texts"][0]
+    assert first != line["rows"]["early_exit"]["texts"][0]
     _, tokenizer = load(folder / "model")
     assert line["prompt_tokens"][1] == len(tokenizer(f"abc the stop{first}\n\nab bc")["input_ids"])
 
