@@ -206,7 +206,7 @@ def record(
     _check_results(files)
     from skipstone.lab.bench import records
 
-    records.write(out, [one for file in files for one in records.records_of(file)])
+    records.write(out, records.pooled([one for file in files for one in records.records_of(file)]))
 
 
 @bench.command("repeat")

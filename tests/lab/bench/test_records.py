@@ -9,7 +9,7 @@ import pytest
 
 from skipstone.lab.bench import records
 from skipstone.lab.bench.plan import read
-from skipstone.lab.bench.records import baseline, compare, records_of, repeat_plan, rounded, select, speedup
+from skipstone.lab.bench.records import baseline, compare, pooled, records_of, repeat_plan, rounded, select, speedup
 from skipstone.lab.bench.run import run
 from tests.helpers import families, support
 from tests.helpers.commandline import run as command
@@ -84,6 +84,23 @@ def test_the_speed_up_follows_from_the_seconds_of_the_prompts_that_do_not_loop(t
     assert (result.low, result.high) == pytest.approx((2, 4))
     assert [speedup(own, plain, name).value for name in ("even", "odd")] == pytest.approx([2, 4])
     assert rounded(vars(result)) == own["figures"]["speedups"]["autoregressive"]
+
+
+def test_intervals_cover_all_runs_of_a_row(tmp_path: Path) -> None:
+    """layerskip is 2 x as fast as plain decoding in the first run, 1.6 to 2.5 x in the second. The third is another model's."""
+    runs = [by_hand(tmp_path / "a.jsonl")]
+    changed = lines()
+    for line, seconds in zip((line for line in changed if "rows" in line), (0.44, 0.6875, 0.1), strict=True):
+        line["rows"]["layerskip"]["seconds"] = seconds
+    runs.append(by_hand(tmp_path / "b.jsonl", changed))
+    changed[0]["weights"] = "others"
+    runs.append(by_hand(tmp_path / "c.jsonl", changed))
+    found = pooled([one for run in runs for one in run])
+    own, plain = found[2], found[1]
+    assert [len(one["runs"]) for one in found] == [1, 1, 1, 0, 0, 0]
+    assert own["figures"]["speedups"]["autoregressive"] == pytest.approx({"value": 2, "low": 1.6, "high": 2.5})
+    assert vars(speedup(own, plain)) == pytest.approx({"value": 2, "low": 1.6, "high": 2.5})
+    assert own["seconds"] == [0.55] * 2, "the first run's"
 
 
 def test_what_exits_know_is_in_the_row_of_plain_decoding(tmp_path: Path) -> None:

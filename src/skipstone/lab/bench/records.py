@@ -6,6 +6,7 @@ measure its row again, but for the files that the row reads: of these it has has
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ DIGITS = 4  # significant digits of measured values
 ENGINE = ("dtype", "device", "engine", "instructions", "quantize")  # of a model's line
 PLAN = ("dtype", "device", "device_map", "engine", "quantize", "copies", "stream", "seed", "ignore_eos")  # of the plan
 CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
+ROW = ("model", "weights", *ENGINE, "task", "temperature", "label", "method", "settings", "cpu", "threads")  # all runs share it
 KEYS = (
     *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "files", "lossless"),
     *("plan", "cpu", "threads", "packages", "commits", "time"),
-    *("prompts", "texts", "places", "categories", "left_out", "busy", "tokens", "seconds", "figures", "exits"),
+    *("prompts", "texts", "places", "categories", "left_out", "busy", "tokens", "seconds", "figures", "exits", "runs"),
 )
 """Keys of a record.
 
@@ -39,7 +41,9 @@ weights: a hash of samples of the parameters (`models/fingerprint.py`). asked, s
 them. files: path -> hash of what the method's settings name. plan: PLAN as the plan has it. prompts, texts: hashes. places,
 categories, tokens, seconds: of every prompt that counts. left_out: number of prompts that were tried and do not count, because
 a text repeats itself. busy: prompts that were measured while other programs used the processor. exits: in the row of plain
-decoding, figure -> its value at every exit, if they were measured.
+decoding, figure -> its value at every exit, if they were measured. runs: later runs of the row, each with its speed-ups and
+their intervals over its prompts. A machine's memory is not equally fast at all times, and speed-ups follow it, so the intervals
+in figures reach from the lowest to the highest bound of all runs.
 """
 
 
@@ -59,6 +63,26 @@ def records_of(path: Path, every_prompt: bool = False) -> list[Record]:
         skipped = looping[group.model, group.number, group.task, group.temperature, group.question]
         found += [_record(begun, group, name, skipped, every_prompt) for name in group.labels]
     return found
+
+
+def pooled(records: Sequence[Record]) -> list[Record]:
+    """One record for each row: its first one, whose intervals are widened to cover the row's later ones."""
+    rows: dict[tuple[str, ...], Record] = {}
+    for one in records:
+        asked = {key: value for key, value in one["asked"].items() if key not in CHOOSES_PROMPTS}
+        first = rows.setdefault((str(asked), *(str(one[key]) for key in ROW)), one)
+        if first is not one:
+            run = {key: one[key] for key in ("time", "commits", "busy")} | {"prompts": len(one["places"])}
+            first["runs"].append({**run, "speedups": one["figures"]["speedups"]})
+            own = first["figures"]["speedups"]
+            own |= {reference: _covering(own[reference], other) for reference, other in one["figures"]["speedups"].items()}
+    return [*rows.values()]
+
+
+def _covering(first: dict[str, float], *later: dict[str, float]) -> dict[str, float]:
+    """A speed-up whose interval covers those of later runs."""
+    every = first, *later
+    return first | {"low": min(one["low"] for one in every), "high": max(one["high"] for one in every)}
 
 
 def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: int, every_prompt: bool) -> Record:
@@ -102,6 +126,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: 
         "seconds": rounded([row["seconds"] for row in rows]),
         "figures": rounded(figures),
         "exits": _exits(group) if name == group.label_of(BASELINE) else None,
+        "runs": [],
     }
 
 
@@ -185,13 +210,14 @@ def baseline(record: Record, records: Sequence[Record]) -> Record:
 
 
 def speedup(record: Record, plain: Record, category: str | None = None) -> IntervalEstimate:
-    """Speed-up over plain decoding, with its interval. category: on the prompts of one."""
+    """Speed-up over plain decoding, with the interval that covers all runs. category: on the first run's prompts of one."""
     chosen = [place for place, kind in enumerate(record["categories"] or record["places"]) if category in (None, kind)]
 
     def speed(one: Record) -> PooledRate:
         return rate(*(np.take(one[name], chosen) for name in ("tokens", "seconds")), seed=one["plan"]["seed"])
 
-    return (speed(record) / speed(plain)).estimate()
+    later = [] if category else [one["speedups"][BASELINE] for one in record["runs"]]
+    return IntervalEstimate(**_covering(asdict((speed(record) / speed(plain)).estimate()), *later))
 
 
 def repeat_plan(record: Record, plain: Record, folder: str | None, data_dir: Path | None, threads: int | None) -> BenchPlan:
@@ -201,9 +227,10 @@ def repeat_plan(record: Record, plain: Record, folder: str | None, data_dir: Pat
     """
     asked = {key: value for key, value in record["asked"].items() if key not in CHOOSES_PROMPTS}
     name = folder or record["model"]
+    no_profile = {"use_profile": False} if record["method"] == Auto.name else {}  # none had a part in the stored run
     return BenchPlan(
         models=() if name == BUNDLED else (name,),
-        methods=(plain["spec"], record["spec"]),
+        methods=(plain["spec"], record["spec"] | no_profile),
         tasks=(PlannedTask(**asked, places=tuple(record["places"])),),
         threads=threads or record["threads"],
         data_dir=data_dir,
