@@ -28,6 +28,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smollm2-int8": ("smollm2-int8.yaml",),
     "smollm2-prepared": ("smollm2-prepared.yaml",),
     "gemma": ("gemma.yaml",),
+    "exits-smollm2": ("exits.yaml", "runs/smollm2/rotated"),
+    "exits-gemma": ("exits.yaml", "runs/gemma/gemma-3-270m-Q4_K_M.gguf"),
     "layerskip": ("layerskip.yaml", *(f"runs/smollm2/commands-{seed}/model" for seed in range(3))),
     "layerskip-control": ("layerskip.yaml", *(f"runs/smollm2/control-{seed}/model" for seed in range(3))),
 }
