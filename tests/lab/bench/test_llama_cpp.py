@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from skipstone.lab.bench.peers.ggml import LlamaCpp
+from skipstone.lab.bench.plan import create_entries
 from skipstone.lab.timing.measure import measure
 from tests.helpers import families
 from tests.helpers.fakes.llama_cpp import following
@@ -88,6 +89,16 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"drafts": {"vocabulary": 96}}, r"draft-F16.gguf has 96 tokens, .*model-F32.gguf has 97$"),
     ({"room": False}, r"llama.cpp has no room for 4096 tokens of"),
 ]
+
+
+@pytest.mark.parametrize(("kind", "own", "lossless"), [(0, False, True), (15, False, False), (15, True, True)])
+def test_a_quantised_file_is_another_model_unless_the_model_is_read_from_it(
+    peer: Make, monkeypatch: pytest.MonkeyPatch, kind: int, own: bool, lossless: bool
+) -> None:
+    model, file = families.cached("llama"), peer(type=kind).file
+    monkeypatch.setattr(model.config, "name_or_path", file if own else "elsewhere")
+    ((entry,), _) = create_entries([{"method": "llama-cpp", "file": file}], model, False)
+    assert entry.lossless is lossless
 
 
 @pytest.mark.parametrize(("settings", "said"), MISTAKES)
