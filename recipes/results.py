@@ -118,7 +118,7 @@ class Results:
             for one in (one for one in own if one["exits"]):
                 for name, title in tables.EXIT_FIGURES.items():
                     if values := one["exits"].get(name):
-                        lines.append([task, one["model"], title, *(f"{values[layer - 1]:.2f}" for layer in layers)])
+                        lines.append([task, one["model"], title, *(f"{values[layer - 1]:.3g}" for layer in layers)])
         head = ["task", "model", "figure", *(f"E = {layer}" for layer in layers)]
         return Table("", head, lines).markdown().partition("\n\n")[2]
 
