@@ -114,12 +114,14 @@ class Results:
     def exits(self, rows: str, shown: str) -> str:
         """A row for each task, model and figure, with its value at some exits."""
         layers, lines = [int(layer) for layer in shown.split(",")], []
-        for task, own in self.cells(rows):
-            for one in (one for one in own if one["exits"]):
-                for name, title in tables.EXIT_FIGURES.items():
-                    if values := one["exits"].get(name):
-                        lines.append([task, one["model"], title, *(f"{values[layer - 1]:.3g}" for layer in layers)])
-        head = ["task", "model", "figure", *(f"E = {layer}" for layer in layers)]
+        found = [(task, one) for task, own in self.cells(rows) for one in own if one["exits"]]
+        several = len({one["model"] for _, one in found}) > 1
+        for task, one in found:
+            about = [task, one["model"]] if several else [task]
+            for name, title in tables.EXIT_FIGURES.items():
+                if values := one["exits"].get(name):
+                    lines.append([*about, title, *(f"{values[layer - 1]:.3g}" for layer in layers)])
+        head = ["task", *(["model"] if several else []), "figure", *(f"E = {layer}" for layer in layers)]
         return Table("", head, lines).markdown().partition("\n\n")[2]
 
     def processes(self, name: str, shown: str) -> str:

@@ -115,7 +115,7 @@ def test_exits_have_a_row_for_each_figure(root: Path) -> None:
     rows = [record("autoregressive", [2.0, 2.0], exits=exits), record("swift, paper", [1.0, 1.0])]
     records.write(root / "docs" / "lab" / "results" / "depths.jsonl", rows)
     shown = rendered(root, "<!-- exits depths sums: 1, 3 -->\n").splitlines()
-    assert shown[-2:] == ["| sums | m | perplexity | 30.2 | 2 |", "| sums | m | agreement with the last | 0.1 | 1 |"]
+    assert shown[-2:] == ["| sums | perplexity | 30.2 | 2 |", "| sums | agreement with the last | 0.1 | 1 |"]
 
 
 def test_figures_in_a_sentence_are_those_of_the_records(root: Path) -> None:
