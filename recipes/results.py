@@ -29,6 +29,7 @@ from typing import Any
 from skipstone.lab.bench import records
 from skipstone.lab.bench.records import Record
 from skipstone.lab.bench.report import tables
+from skipstone.lab.bench.report.aggregate import VANILLA
 from skipstone.lab.bench.report.charts import speedup_chart
 from skipstone.lab.bench.report.tables import Table, cells_of, fill
 from skipstone.utils.files import digest, read_lines
@@ -42,6 +43,7 @@ COLUMNS = {
     **tables.LAYER_SETS,
     **tables.COLUMNS,
     "x": "{speedups[autoregressive][value]:.2f}",
+    "x Vanilla": f"{{intervals[{VANILLA}]}}",
     "tried": "{tried}",
 }
 KINDS = "results|models|categories|exits|processes"

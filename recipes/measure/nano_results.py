@@ -4,7 +4,7 @@
     python recipes/measure/nano_results.py curves RUN... --source NAME         # Figure 11
     python recipes/measure/nano_results.py commands MODEL... [--control MODEL]  # Tables 6 and 11
     python recipes/measure/nano_results.py parse MODEL                         # continuations that parse, and that loop
-    python recipes/measure/nano_results.py prompts MODEL FOLDER                # prompts for recipes/measure/nano.yaml
+    python recipes/measure/nano_results.py prompts MODEL FOLDER                # prompts of plans in recipes/measure/results
 
 Each prints a table in Markdown and, as its last line, one JSON document. MODEL: a folder; the table shows the parent's name for
 a folder `model`. All but `commands` and `curves` read the held-out data and take the --data-dir of the training. They stop if
@@ -274,7 +274,7 @@ def parse(model: str, recipe: Path, data_dir: Path | None, count: int, temperatu
 
 
 def prompts(model: str, folder: Path, recipe: Path, data_dir: Path | None, count: int) -> dict[str, Any]:
-    """Write prompt files for the benchmark (recipes/measure/nano.yaml): test requests with their answers, and beginnings of
+    """Write prompt files for the benchmark (recipes/measure/results): test requests with their answers, and beginnings of
     held-out functions."""
     _, documents = held_out(recipe, data_dir)
     check_unseen(Path(model), documents)

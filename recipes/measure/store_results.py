@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smollm2-prepared": ("smollm2-prepared.yaml",),
     "smollm2-swift": ("smollm2-swift.yaml",),
     "gemma": ("gemma.yaml",),
+    "gemma-peers": ("gemma-peers.yaml",),
     "exits-nano": ("exits.yaml",),
     "exits-smollm2": ("exits.yaml", "runs/smollm2/rotated"),
     "exits-gemma": ("exits.yaml", "runs/gemma/gemma-3-270m-Q4_K_M.gguf"),
