@@ -36,7 +36,6 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smollm2-swift": ("smollm2-swift.yaml",),
     "gemma": ("gemma.yaml",),
     "gemma-peers": ("gemma-peers.yaml",),
-    "exits-nano": ("exits.yaml",),
     "exits-smollm2": ("exits.yaml", "runs/smollm2/rotated"),
     "exits-gemma": ("exits.yaml", "runs/gemma/gemma-3-270m-Q4_K_M.gguf"),
     "layerskip": ("layerskip.yaml", *(f"runs/smollm2/commands-{seed}/model" for seed in range(3))),
@@ -60,7 +59,9 @@ def measure(name: str, number: int, data_dir: str) -> None:
 
 
 def store(name: str) -> None:
-    """Write the records of all runs."""
+    """Write the records of all runs, if there are any."""
+    if not (RUN_FILES / f"{name}.jsonl").exists():
+        return
     again = sorted(RUN_FILES.glob(f"{name}.*.jsonl"))
     files = map(str, [RUN_FILES / f"{name}.jsonl", *again])
     command = ["bench", "record", *files, "--out", str(STORED / f"{name}.jsonl")]

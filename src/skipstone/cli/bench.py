@@ -198,7 +198,7 @@ def compare(
 @bench.command("record")
 @takes_groups
 def record(
-    files: list[Path] = argument("Files of results.", metavar="RESULTS..."),
+    files: list[Path] = argument("Files of results. Later runs of a row widen its interval.", metavar="RESULTS..."),
     out: Path = option(Path("records.jsonl"), "The file of records."),
 ) -> None:
     """Store each row of a run as a small record: figures, seconds of every prompt, and all that repeats the row."""

@@ -219,7 +219,8 @@ def create_entries(specs: Sequence[MethodSpec], model: PreTrainedModel, tune: bo
         with collect_setup_seconds() as setup:
             for engine in engines:
                 engine.check(model)
-        lossless = all(engine.lossless for engine in engines) or given.get("file") == model.config.name_or_path
+        reads_own_file = given.get("file") == model.config.name_or_path  # a peer, which computes with the model's very weights
+        lossless = reads_own_file or all(engine.lossless for engine in engines)
         if name not in PEERS and len(engines) > 1 and not lossless:
             how = "name every setting as a method of its own with a label=..."
             raise ValueError(f"{name} may change the text, so a choice by speed would be none: {how}")

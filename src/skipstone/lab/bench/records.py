@@ -29,7 +29,8 @@ DIGITS = 4  # significant digits of measured values
 ENGINE = ("dtype", "device", "engine", "instructions", "quantize")  # of a model's line
 PLAN = ("dtype", "device", "device_map", "engine", "quantize", "copies", "stream", "seed", "ignore_eos")  # of the plan
 CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
-ROW = ("model", "weights", *ENGINE, "task", "temperature", "label", "method", "settings", "cpu", "threads")  # all runs share it
+ROW = ("model", "weights", *ENGINE, "task", "temperature", "label", "method", "settings", "files", "plan", "cpu", "threads")
+"""What all runs of a row share, next to the task's settings."""
 KEYS = (
     *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "files", "lossless"),
     *("plan", "cpu", "threads", "packages", "commits", "time"),
@@ -43,7 +44,7 @@ categories, tokens, seconds: of every prompt that counts. left_out: number of pr
 a text repeats itself. busy: prompts that were measured while other programs used the processor. exits: in the row of plain
 decoding, figure -> its value at every exit, if they were measured. runs: later runs of the row, each with its speed-ups and
 their intervals over its prompts. A machine's memory is not equally fast at all times, and speed-ups follow it, so the intervals
-in figures reach from the lowest to the highest bound of all runs.
+of the speed-ups in figures reach from the lowest to the highest bound of all runs.
 """
 
 
@@ -74,8 +75,8 @@ def pooled(records: Sequence[Record]) -> list[Record]:
         if first is not one:
             run = {key: one[key] for key in ("time", "commits", "busy")} | {"prompts": len(one["places"])}
             first["runs"].append({**run, "speedups": one["figures"]["speedups"]})
-            own = first["figures"]["speedups"]
-            own |= {reference: _covering(own[reference], other) for reference, other in one["figures"]["speedups"].items()}
+            own, other = first["figures"]["speedups"], one["figures"]["speedups"]
+            own |= {reference: _covering(own[reference], other[reference]) for reference in own if reference in other}
     return [*rows.values()]
 
 
@@ -227,7 +228,7 @@ def repeat_plan(record: Record, plain: Record, folder: str | None, data_dir: Pat
     """
     asked = {key: value for key, value in record["asked"].items() if key not in CHOOSES_PROMPTS}
     name = folder or record["model"]
-    no_profile = {"use_profile": False} if record["method"] == Auto.name else {}  # none had a part in the stored run
+    no_profile = {"use_profile": False} if record["method"] == Auto.name else {}  # stored runs read no saved profile
     return BenchPlan(
         models=() if name == BUNDLED else (name,),
         methods=(plain["spec"], record["spec"] | no_profile),

@@ -115,7 +115,7 @@ def test_lossy_methods_have_their_cost_next_to_their_speed(tmp_path: Path) -> No
     group = group_of(tmp_path / "a.jsonl", adasd())
     cells = cells_of(tables.by_draft_model(group))
     assert [*cells] == ["hf-generate", "autoregressive", "adasd (lossy)"]
-    names = ("#cand", "#match", "AccRate", "JSD accepted", "JSD rejected", "threshold", "overruled", "log-likelihood")
+    names = ("#cand", "#match", "AccRate", "JSD accepted", "JSD rejected", "JSD threshold", "overruled", "log-likelihood")
     assert [cells["adasd (lossy)"][name] for name in names] == (
         ["2.00", "1.00", "0.500", "0.150", "0.490", "-", "5.0%", "-2.000"]
     )

@@ -288,7 +288,7 @@ DRAFT_MODELS = {
     "AccRate": "{acceptance_rate:.3f}",
     "JSD accepted": "{means[distance_accepted]:.3f}",
     "JSD rejected": "{means[distance_rejected]:.3f}",
-    "threshold": "{means[distance_threshold]:.3f}",
+    "JSD threshold": "{means[distance_threshold]:.3f}",
     "bits accepted": "{means[entropy_accepted]:.3f}",
     "bits rejected": "{means[entropy_rejected]:.3f}",
     "overruled": "{overruled_share:.1%}",
