@@ -95,7 +95,8 @@ def test_intervals_cover_all_runs_of_a_row(tmp_path: Path) -> None:
     runs.append(by_hand(tmp_path / "b.jsonl", changed))
     changed[0]["weights"] = "others"
     runs.append(by_hand(tmp_path / "c.jsonl", changed))
-    found = pooled([one for run in runs for one in run])
+    runs[0][2]["files"], runs[1][2]["files"] = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    found = pooled([one for rows in runs for one in rows])
     own, plain = found[2], found[1]
     assert [len(one["runs"]) for one in found] == [1, 1, 1, 0, 0, 0]
     assert own["figures"]["speedups"]["autoregressive"] == pytest.approx({"value": 2, "low": 1.6, "high": 2.5})

@@ -67,11 +67,11 @@ def records_of(path: Path, every_prompt: bool = False) -> list[Record]:
 
 
 def pooled(records: Sequence[Record]) -> list[Record]:
-    """One record for each row: its first one, whose intervals are widened to cover the row's later ones."""
-    rows: dict[tuple[str, ...], Record] = {}
+    """The first record of each row. Later ones widen its intervals and stay in it as runs."""
+    rows: dict[str, Record] = {}
     for one in records:
         asked = {key: value for key, value in one["asked"].items() if key not in CHOOSES_PROMPTS}
-        first = rows.setdefault((str(asked), *(str(one[key]) for key in ROW)), one)
+        first = rows.setdefault(digest([asked, *(one[key] for key in ROW)]), one)
         if first is not one:
             run = {key: one[key] for key in ("time", "commits", "busy")} | {"prompts": len(one["places"])}
             first["runs"].append({**run, "speedups": one["figures"]["speedups"]})
@@ -81,7 +81,7 @@ def pooled(records: Sequence[Record]) -> list[Record]:
 
 
 def _covering(first: dict[str, float], *later: dict[str, float]) -> dict[str, float]:
-    """A speed-up whose interval covers those of later runs."""
+    """A speed-up with an interval that covers those of later runs, too."""
     every = first, *later
     return first | {"low": min(one["low"] for one in every), "high": max(one["high"] for one in every)}
 
