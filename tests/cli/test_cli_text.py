@@ -86,18 +86,26 @@ def test_a_comparison_says_that_the_machine_was_busy(folder: Path, monkeypatch: 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="only Linux tells how long threads wait")
 @pytest.mark.slow  # it loads the machine for half a second
 def test_waiting_for_other_processes_is_noticed() -> None:
+    def work() -> None:
+        end = time.perf_counter() + 0.5
+        while time.perf_counter() < end:
+            pass
+
     cores = os.cpu_count() or 1
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * cores)]
     try:
         with ProcessorWatch() as watch:
-            end = time.perf_counter() + 0.5
-            while time.perf_counter() < end:
-                pass
+            work()
     finally:
         for other in others:
             other.kill()
             other.wait()
-    assert was_busy(watch.waited_share)
+    loaded = watch.waited_share
+    assert was_busy(loaded)
+    with watch:
+        work()
+    assert watch.waited_share is not None and loaded is not None
+    assert 0 < watch.waited_share < loaded, "the share is that of both blocks"
 
 
 def test_a_first_request_has_the_set_up_work_of_the_warm_up() -> None:

@@ -10,13 +10,17 @@ MAX_WAITED_SHARE = 0.1  # of its time that a process waits for a processor on an
 
 
 class ProcessorWatch:
-    """How long the threads of this process waited for a processor that another process used, in a `with` block.
+    """How long the threads of this process waited for a processor that another process used, in `with` blocks.
 
-    waited_share: of the time that they ran or waited. It is at most the share of the processors' time that other processes
-    used, because threads of one process wait for each other, too. None on systems other than Linux.
+    waited_share: of the time that they ran or waited in all blocks. It is at most the share of the processors' time that other
+    processes used, because threads of one process wait for each other, too. None on systems other than Linux. The system counts
+    in ticks of 10 ms, so the share means little for less than .2 s.
     """
 
     waited_share: float | None = None
+
+    def __init__(self) -> None:
+        self._ran = self._waited = self._used = self._others = 0.0
 
     def __enter__(self) -> Self:
         self._threads, self._machine, self._own = _thread_seconds(), machine_seconds(), time.process_time()
@@ -24,13 +28,13 @@ class ProcessorWatch:
 
     def __exit__(self, *_: object) -> None:
         machine, own = machine_seconds(), time.process_time() - self._own
-        ran = waited = 0.0
         for thread, seconds in _thread_seconds().items():
             before = self._threads.get(thread, (0.0, 0.0))
-            ran, waited = ran + seconds[0] - before[0], waited + seconds[1] - before[1]
-        if ran + waited > 0 and machine is not None and self._machine is not None:
-            others = max(machine - self._machine - own, 0.0)
-            self.waited_share = min(waited / (ran + waited), others / (others + own) if others else 0.0)
+            self._ran, self._waited = self._ran + seconds[0] - before[0], self._waited + seconds[1] - before[1]
+        if self._ran + self._waited > 0 and machine is not None and self._machine is not None:
+            self._used, self._others = self._used + own, self._others + machine - self._machine - own
+            others = max(self._others, 0.0)
+            self.waited_share = min(self._waited / (self._ran + self._waited), others / (others + self._used) if others else 0.0)
 
 
 def was_busy(waited_share: float | None) -> bool:

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import zip_longest
@@ -228,7 +229,7 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     plain = (label for label, engine in engines.items() if isinstance(engine, MethodBackend) and engine.method.name == BASELINE)
     leader = answers[next(plain, labels[0])]
     options = run.options(run.settings.max_new_tokens)
-    lengths, cut, waited = [], 0, list[float]()
+    lengths, cut, watch = [], 0, ProcessorWatch()
     for sample in range(run.settings.samples):
         said: list[Said] = []
         for turn in range(len(one)):
@@ -237,10 +238,9 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
             cut += run.builder.cuts(one, said)
             first = (index + sample + turn) % len(labels)
             for label in labels[first:] + labels[:first]:
-                with ProcessorWatch() as watch:
+                # while another process works, this one's waiting says nothing
+                with nullcontext() if engines[label].elsewhere else watch:
                     measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * one.place + sample)
-                if not engines[label].elsewhere:  # while another process works, this one's waiting says nothing
-                    waited.append(watch.waited_share or 0.0)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), leader.texts[-1]))
     _score(answers, one, run)
@@ -249,7 +249,7 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     about = {"index": index, "place": one.place, "category": run.task.category(one.record), "digest": one.digest}
     if len(lengths) > 1:
         about["asked"] = digest([token for ids in leader.prompts for token in ids])
-    about["waited_share"] = max(waited, default=None)
+    about["waited_share"] = watch.waited_share
     rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
     for label, engine in engines.items():
         if isinstance(engine, MethodBackend):
