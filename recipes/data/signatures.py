@@ -2,7 +2,8 @@
 
     python recipes/data/signatures.py runs/signatures.jsonl --data-dir FOLDER
 
-FOLDER holds mbpp.jsonl. The written file has one `prompt` per line, to train exit heads on (recipes/smollm2/heads-code.yaml).
+FOLDER holds mbpp.jsonl. The written file has one `prompt` per line, to train exit heads on: see
+recipes/train/nano-heads-signatures.yaml.
 """
 
 import argparse

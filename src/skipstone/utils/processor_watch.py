@@ -7,34 +7,49 @@ from pathlib import Path
 from typing import Self
 
 MAX_WAITED_SHARE = 0.1  # of its time that a process waits for a processor on an idle machine
+MIN_SECONDS = 0.2  # of the threads, for which a share of ticks of 10 ms says something
 
 
 class ProcessorWatch:
     """How long the threads of this process waited for a processor that another process used, in `with` blocks.
 
-    waited_share: of the time that they ran or waited in all blocks. It is at most the share of the processors' time that other
-    processes used, because threads of one process wait for each other, too. None on systems other than Linux. The system counts
-    in ticks of 10 ms, so the share means little for less than .2 s.
+    others: watches with blocks that count, too.
     """
 
-    waited_share: float | None = None
-
-    def __init__(self) -> None:
-        self._ran = self._waited = self._used = self._others = 0.0
+    def __init__(self, *others: "ProcessorWatch") -> None:
+        self._ran_seconds: float = sum(one._ran_seconds for one in others)
+        self._waited_seconds: float = sum(one._waited_seconds for one in others)
+        self._own_seconds: float = sum(one._own_seconds for one in others)
+        self._machine_seconds: float | None = sum(one._machine_seconds or 0.0 for one in others)
 
     def __enter__(self) -> Self:
         self._threads, self._machine, self._own = _thread_seconds(), machine_seconds(), time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        machine, own = machine_seconds(), time.process_time() - self._own
-        for thread, seconds in _thread_seconds().items():
-            before = self._threads.get(thread, (0.0, 0.0))
-            self._ran, self._waited = self._ran + seconds[0] - before[0], self._waited + seconds[1] - before[1]
-        if self._ran + self._waited > 0 and machine is not None and self._machine is not None:
-            self._used, self._others = self._used + own, self._others + machine - self._machine - own
-            others = max(self._others, 0.0)
-            self.waited_share = min(self._waited / (self._ran + self._waited), others / (others + self._used) if others else 0.0)
+        machine = machine_seconds()
+        self._own_seconds += time.process_time() - self._own
+        for thread, (ran, waited) in _thread_seconds().items():
+            ran_before, waited_before = self._threads.get(thread, (0.0, 0.0))
+            self._ran_seconds += ran - ran_before
+            self._waited_seconds += waited - waited_before
+        if machine is None or self._machine is None or self._machine_seconds is None:
+            self._machine_seconds = None
+        else:
+            self._machine_seconds += machine - self._machine
+
+    @property
+    def waited_share(self) -> float | None:
+        """Share of the time that the threads ran or waited in all blocks.
+
+        It is at most the share of the processors' time that other processes used, because threads of one process wait for each
+        other, too. None on systems other than Linux, and for less than MIN_SECONDS: the system counts in ticks of 10 ms.
+        """
+        total = self._ran_seconds + self._waited_seconds
+        if total <= MIN_SECONDS or self._machine_seconds is None:
+            return None
+        other_seconds = max(self._machine_seconds - self._own_seconds, 0.0)
+        return min(self._waited_seconds / total, other_seconds / (other_seconds + self._own_seconds or 1.0))
 
 
 def was_busy(waited_share: float | None) -> bool:

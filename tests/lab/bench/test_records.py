@@ -46,6 +46,7 @@ def test_a_record_holds_the_figures_and_every_prompt(tmp_path: Path) -> None:
     own, plain = found[2], found[1]
     expected = {
         "weights": "w",
+        "bandwidth": 10.0,
         "places": [10, 11],
         "left_out": 2,
         "tokens": [101] * 2,
@@ -157,7 +158,8 @@ def test_other_prompts_are_no_repetition_and_other_weights_are_shown(tmp_path: P
     stored = found[2], found[1]
     with pytest.raises(ValueError, match="the prompts are not those of the record"):
         compare(stored, ({**found[2], "prompts": "x"}, found[1]))
-    cells = {name: now for name, _, now in compare(stored, ({**found[2], "weights": "x"}, found[1])).rows}
+    cells = {name: now for name, _, now in compare(stored, ({**found[2], "weights": "x", "bandwidth": 20.0}, found[1])).rows}
+    assert cells["memory, GB/s"] == "20"
     assert (cells["x plain"], cells["M"], cells["texts"], cells["weights"]) == ("2.00", "2.00", "the same", "others")
 
 

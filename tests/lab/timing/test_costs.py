@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import skipstone
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.engines.native import library
 from skipstone.lab.timing import machine, measure_costs
@@ -174,3 +175,11 @@ def test_ceiling_counts_the_bytes_that_a_token_reads():
     found = machine.ceiling(model, mean_length=10.0, megabytes=4)
     read = total - 50 * 32 * 4 + 10 * 512
     assert found["tokens_per_second"] == pytest.approx(found["bandwidth_gb_per_second"] * 1e9 / read)
+
+
+@needs_native
+def test_the_ceiling_of_a_quantised_model_counts_its_codes_and_scales() -> None:
+    model, _ = skipstone.load(engine="native", quantize="int8")
+    matrices = sum(one.numel() for one in model.parameters() if one.dim() == 2)
+    found = machine.ceiling(model, mean_length=0.0, megabytes=4)
+    assert found["weight_bytes_per_token"] == matrices * 34 // 32

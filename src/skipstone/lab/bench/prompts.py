@@ -229,7 +229,9 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     plain = (label for label, engine in engines.items() if isinstance(engine, MethodBackend) and engine.method.name == BASELINE)
     leader = answers[next(plain, labels[0])]
     options = run.options(run.settings.max_new_tokens)
-    lengths, cut, watch = [], 0, ProcessorWatch()
+    # while another process works, this one's waiting says nothing
+    watches = {label: ProcessorWatch() for label, engine in engines.items() if not engine.elsewhere}
+    lengths, cut = [], 0
     for sample in range(run.settings.samples):
         said: list[Said] = []
         for turn in range(len(one)):
@@ -238,8 +240,7 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
             cut += run.builder.cuts(one, said)
             first = (index + sample + turn) % len(labels)
             for label in labels[first:] + labels[:first]:
-                # while another process works, this one's waiting says nothing
-                with nullcontext() if engines[label].elsewhere else watch:
+                with watches.get(label, nullcontext()):
                     measurement = measure(run.model, engines[label], ids, options, run.plan.seed + 1000 * one.place + sample)
                 answers[label].add(measurement, ids, run.builder)
             said.append((one.turn(turn), leader.texts[-1]))
@@ -249,7 +250,8 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     about = {"index": index, "place": one.place, "category": run.task.category(one.record), "digest": one.digest}
     if len(lengths) > 1:
         about["asked"] = digest([token for ids in leader.prompts for token in ids])
-    about["waited_share"] = watch.waited_share
+    shares = [watch.waited_share for watch in (ProcessorWatch(*watches.values()), *watches.values())]
+    about["waited_share"] = max((share for share in shares if share is not None), default=None)
     rows, runner = {label: own.report() for label, own in answers.items()}, ModelRunner(run.model)
     for label, engine in engines.items():
         if isinstance(engine, MethodBackend):

@@ -33,18 +33,19 @@ ROW = ("model", "weights", *ENGINE, "task", "temperature", "label", "method", "s
 """What all runs of a row share, next to the task's settings."""
 KEYS = (
     *("model", "weights", *ENGINE, "task", "temperature", "asked", "label", "method", "spec", "settings", "files", "lossless"),
-    *("plan", "cpu", "threads", "packages", "commits", "time"),
+    *("plan", "cpu", "threads", "bandwidth", "packages", "commits", "time"),
     *("prompts", "texts", "places", "categories", "left_out", "busy", "tokens", "seconds", "figures", "exits", "runs"),
 )
 """Keys of a record.
 
 weights: a hash of samples of the parameters (`models/fingerprint.py`). asked, spec: the task and the method as the plan names
-them. files: path -> hash of what the method's settings name. plan: PLAN as the plan has it. prompts, texts: hashes. places,
-categories, tokens, seconds: of every prompt that counts. left_out: number of prompts that were tried and do not count, because
-a text repeats itself. busy: prompts that were measured while other programs used the processor. exits: in the row of plain
-decoding, figure -> its value at every exit, if they were measured. runs: later runs of the row, each with its speed-ups and
-their intervals over its prompts. A machine's memory is not equally fast at all times, and speed-ups follow it, so the intervals
-of the speed-ups in figures reach from the lowest to the highest bound of all runs.
+them. files: path -> hash of what the method's settings name. plan: PLAN as the plan has it. bandwidth: GB/s of the memory when
+the run began. prompts, texts: hashes. places, categories, tokens, seconds: of every prompt that counts. left_out: number of
+prompts that were tried and do not count, because a text repeats itself. busy: prompts that were measured while other programs
+used the processor. exits: in the row of plain decoding, figure -> its value at every exit, if they were measured. runs: later
+runs of the row, each with its speed-up over plain decoding and the interval over its prompts. A machine's memory is not equally
+fast at all times, and speed-ups follow it, so the intervals of the speed-ups in figures reach from the lowest to the highest
+bound of all runs.
 """
 
 
@@ -73,9 +74,9 @@ def pooled(records: Sequence[Record]) -> list[Record]:
         asked = {key: value for key, value in one["asked"].items() if key not in CHOOSES_PROMPTS}
         first = rows.setdefault(digest([asked, *(one[key] for key in ROW)]), one)
         if first is not one:
-            run = {key: one[key] for key in ("time", "commits", "busy")} | {"prompts": len(one["places"])}
-            first["runs"].append({**run, "speedups": one["figures"]["speedups"]})
+            run = {key: one[key] for key in ("time", "commits", "busy", "bandwidth")} | {"prompts": len(one["places"])}
             own, other = first["figures"]["speedups"], one["figures"]["speedups"]
+            first["runs"].append({**run, "speedup": other.get(BASELINE)})
             own |= {reference: _covering(own[reference], other[reference]) for reference in own if reference in other}
     return [*rows.values()]
 
@@ -116,6 +117,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: 
         "lossless": group.about["methods"][name]["lossless"],
         "plan": {key: plan[key] for key in PLAN if plan.get(key) is not None},
         **{key: provenance[key] for key in ("cpu", "threads", "packages", "time")},
+        "bandwidth": rounded(group.about["ceiling"]["bandwidth_gb_per_second"]),
         "commits": [*dict.fromkeys(f"{one['sha'][:12]}{' changed' if one['dirty'] else ''}" for one in commits if one)],
         "prompts": digest([line.get("asked", line["digest"]) for line in lines]),
         "texts": digest([row["digests"] for row in rows]),
@@ -217,7 +219,7 @@ def speedup(record: Record, plain: Record, category: str | None = None) -> Inter
     def speed(one: Record) -> PooledRate:
         return rate(*(np.take(one[name], chosen) for name in ("tokens", "seconds")), seed=one["plan"]["seed"])
 
-    later = [] if category else [one["speedups"][BASELINE] for one in record["runs"]]
+    later = [] if category else [one["speedup"] for one in record["runs"] if one["speedup"]]
     return IntervalEstimate(**_covering(asdict((speed(record) / speed(plain)).estimate()), *later))
 
 
@@ -246,6 +248,7 @@ def compare(stored: tuple[Record, Record], again: tuple[Record, Record]) -> Tabl
     own = [cells_of("", {}, one["figures"]) for one, _ in (stored, again)]
     rows = [(name, *(fill(COLUMNS[name], one) for one in own)) for name in ("x plain", "tokens/s", "M", "alpha", "n")]
     rows.append(("plain tokens/s", *(f"{one['figures']['tokens_per_second']:.1f}" for _, one in (stored, again))))
+    rows.append(("memory, GB/s", *(f"{one['bandwidth']:.0f}" for one, _ in (stored, again))))
     for key, name in (("weights", "weights"), ("files", "files of the method"), ("texts", "texts")):
         rows.append((name, NONE, "the same" if stored[0][key] == again[0][key] else "others"))
     machine = "{cpu}, {threads} threads; {engine} {instructions}, {dtype}, {quantize}"

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skipstone.engines.model_runner import ModelRunner
-from skipstone.engines.native.weights import matrix_bytes
+from skipstone.engines.native.weights import matrix_bytes, quantised_bytes
 from skipstone.lab.timing.measure import run_tokens, store_for, timings
 
 PACKAGES = ("skipstone", "torch", "transformers", "tokenizers", "numpy", "scikit-learn")  # named with their versions
@@ -69,7 +69,9 @@ def ceiling(model: PreTrainedModel, mean_length: float, megabytes: int | None = 
     mean_length: tokens in the KV cache at a typical step. A model that fits into the processor's caches may exceed the limit.
     """
     speed = bandwidth(model.device, megabytes)
-    weights, kv = weight_bytes(model), kv_bytes(model) * mean_length
+    quantize = ModelRunner(model).engine.quantize
+    weights = quantised_bytes(model, quantize) if quantize else weight_bytes(model)
+    kv = kv_bytes(model) * mean_length
     return {
         "bandwidth_gb_per_second": speed / 1e9,
         "weight_bytes_per_token": weights,
