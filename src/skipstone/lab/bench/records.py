@@ -248,7 +248,8 @@ def compare(stored: tuple[Record, Record], again: tuple[Record, Record]) -> Tabl
     own = [cells_of("", {}, one["figures"]) for one, _ in (stored, again)]
     rows = [(name, *(fill(COLUMNS[name], one) for one in own)) for name in ("x plain", "tokens/s", "M", "alpha", "n")]
     rows.append(("plain tokens/s", *(f"{one['figures']['tokens_per_second']:.1f}" for _, one in (stored, again))))
-    rows.append(("memory, GB/s", *(f"{one['bandwidth']:.0f}" for one, _ in (stored, again))))
+    speeds = [one["bandwidth"] for one in (stored[0], *stored[0]["runs"])]
+    rows.append(("memory, GB/s", f"{min(speeds):.0f} to {max(speeds):.0f}", f"{again[0]['bandwidth']:.0f}"))
     for key, name in (("weights", "weights"), ("files", "files of the method"), ("texts", "texts")):
         rows.append((name, NONE, "the same" if stored[0][key] == again[0][key] else "others"))
     machine = "{cpu}, {threads} threads; {engine} {instructions}, {dtype}, {quantize}"
