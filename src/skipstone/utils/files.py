@@ -46,7 +46,7 @@ def plain(value: Any) -> Any:
 
 def json_line(value: Any) -> str:
     """One line of JSON, the end of the line included."""
-    return json.dumps(plain(value), ensure_ascii=False) + "\n"
+    return json.dumps(plain(value), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 def digest(value: Any, length: int = 16) -> str:
