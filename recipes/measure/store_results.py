@@ -35,13 +35,14 @@ RUNS: dict[str, tuple[str, ...]] = {
     "smollm2-prepared": ("smollm2-prepared.yaml",),
     "smollm2-adadecode": ("smollm2-adadecode.yaml",),
     "smollm2-swift": ("smollm2-swift.yaml",),
+    "smollm2-swift-paper": ("smollm2-swift-paper.yaml",),
     "smollm2-stream": ("smollm2-stream.yaml",),
     "gemma": ("gemma.yaml",),
     "gemma-peers": ("gemma-peers.yaml",),
     "exits-smollm2": ("exits.yaml", "runs/smollm2/rotated"),
     "exits-gemma": ("exits.yaml", "runs/gemma/gemma-3-270m-Q4_K_M.gguf"),
     "layerskip": ("layerskip.yaml", *(f"runs/smollm2/commands-{seed}/model" for seed in range(3))),
-    "layerskip-control": ("layerskip.yaml", *(f"runs/smollm2/control-{seed}/model" for seed in range(3))),
+    "layerskip-control": ("layerskip.yaml", "runs/smollm2/control-0/model"),
 }
 """Name -> its plan, and models or flags over it."""
 
