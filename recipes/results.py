@@ -9,7 +9,7 @@ speed-up without its interval, or "tried", the number of prompts with those that
     <!-- results NAME TASK TASK: COLUMN, COLUMN; LABEL => TEXT; LABEL -->      the table below it
     <!-- categories NAME TASK: LABEL; LABEL -->                             speed-ups for each category of the prompts
     <!-- models NAME TASK: COLUMN, COLUMN; LABEL => TEXT -->             mean over the run's models, and the range
-    [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label
+    [FIGURES](LINK "COLUMN of NAME TASK TASK: LABEL; LABEL")                a value for each task and label, or the models' mean
     <!-- exits NAME TASK TASK: 3, 6 -->                                 what these exits know of the tasks' answers
     <!-- processes start-NAME -->                                        whole processes, by recipes/measure/start.py
     ![words](FILE.svg "chart of NAME TASK: LABEL; LABEL")                   speed-ups as bars
@@ -92,12 +92,11 @@ class Results:
         """A row for each method with means over all models of a run, such as trainings with other seeds."""
         columns, _, chosen = shown.partition(";")
         ((_, own),) = self.cells(rows)
-        names, models = [column.strip() for column in columns.split(",")], [*dict.fromkeys(one["model"] for one in own)]
+        names, models = [column.strip() for column in columns.split(",")], {one["model"] for one in own}
         lines = []
         for label, text in _rows(chosen, own).items():
-            found = [_named([one for one in own if one["model"] == model], label) for model in models]
-            lossy = "" if found[0]["lossless"] else " (lossy)"
-            lines.append([(text or label) + lossy, *(_mean([_cell(one, name) for one in found]) for name in names)])
+            lossy = "" if _named(own, label)["lossless"] else " (lossy)"
+            lines.append([(text or label) + lossy, *(_value(own, label, name) for name in names)])
         return Table("", [f"method, mean of {len(models)} models", *names], lines).markdown().partition("\n\n")[2]
 
     def categories(self, rows: str, shown: str) -> str:
@@ -135,7 +134,7 @@ class Results:
     def figures(self, column: str, rows: str, labels: str) -> str:
         """The values of a column: those of a label's tasks, then those of the next label."""
         cells = self.cells(rows)
-        values = [[_cell(_named(own, label.strip()), column) for _, own in cells] for label in labels.split(";")]
+        values = [[_value(own, label.strip(), column) for _, own in cells] for label in labels.split(";")]
         return "; ".join(", ".join(one) for one in values)
 
     def chart(self, rows: str, labels: str) -> str:
@@ -198,6 +197,13 @@ def _named(own: list[Record], label: str) -> Record:
             f"{own[0]['model']}, {own[0]['task']} has no row {label!r}; it has {', '.join(one['label'] for one in own)}"
         )
     return found
+
+
+def _value(own: list[Record], label: str, column: str) -> str:
+    """A row's cell. Over several models, the mean and the range."""
+    models = [*dict.fromkeys(one["model"] for one in own)]
+    cells = [_cell(_named([one for one in own if one["model"] == model], label), column) for model in models]
+    return cells[0] if len(cells) == 1 else _mean(cells)
 
 
 def _cell(record: Record, column: str) -> str:

@@ -92,6 +92,8 @@ def test_models_of_one_run_have_a_mean_and_a_range(root: Path) -> None:
     records.write(root / "docs" / "lab" / "results" / "seeds.jsonl", rows)
     shown = rendered(root, "<!-- models seeds sums: x, tokens/s, M; swift, paper => ours -->\n").splitlines()
     assert shown[-1] == "| ours | 1.67 (1.00-2.00) | 83.3 (50.0-100.0) | - |"
+    link = '(page.md "x of seeds sums: swift, paper; autoregressive")'
+    assert rendered(root, f"[?]{link}") == f"[1.67 (1.00-2.00); 1.00 (1.00-1.00)]{link}"
 
 
 def test_a_mean_is_over_figures_and_not_over_digits_of_a_name(root: Path) -> None:
