@@ -44,9 +44,9 @@ def plain(value: Any) -> Any:
     return value
 
 
-def json_line(value: Any) -> str:
-    """One line of JSON, the end of the line included."""
-    return json.dumps(plain(value), ensure_ascii=False, separators=(",", ":")) + "\n"
+def json_line(value: Any, dense: bool = False) -> str:
+    """One line of JSON, the end of the line included. dense: without blanks."""
+    return json.dumps(plain(value), ensure_ascii=False, separators=(",", ":") if dense else None) + "\n"
 
 
 def digest(value: Any, length: int = 16) -> str:

@@ -169,7 +169,7 @@ def rounded(value: Any) -> Any:
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Write a file of records."""
-    write_whole(path, "".join(map(json_line, records)))
+    write_whole(path, "".join(json_line(one, dense=True) for one in records))
 
 
 def read(path: Path) -> list[Record]:
