@@ -6,7 +6,6 @@ stream each add a large odd step, and the finaliser hashes the counter. int64 ov
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skipstone.engines import greedy_tokens, host_transfer
+from skipstone.utils.cached_property import cached_property
 
 TARGET = 0  # decides the token at a position (plain, recovered, bonus, and both sides of a coupled draw)
 ACCEPT = 1  # Leviathan's acceptance test

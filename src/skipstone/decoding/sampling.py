@@ -7,7 +7,6 @@ gives a one-hot distribution, so greedy decoding needs no code of its own.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from skipstone.engines.greedy_tokens import NO_TOKEN
 from skipstone.engines.host_transfer import on_device
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.torch_defaults import stable_defaults
+from skipstone.utils.cached_property import cached_property
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A transformers LogitsProcessor: (ids [1, T] int64, scores [1, V] float32) -> scores [1, V]. Must be a pure function."""

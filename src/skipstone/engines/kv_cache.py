@@ -10,7 +10,6 @@ ties to even, when it is written. Attention reads the rounded numbers, including
 """
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from skipstone.engines.host_transfer import on_device, to_device
 from skipstone.engines.recurrent_states import Call, RowSpan, StateHistories, spans
 from skipstone.models.passes import Pass
+from skipstone.utils.cached_property import cached_property
 
 
 class KVCache:

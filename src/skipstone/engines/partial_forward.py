@@ -1,6 +1,5 @@
 """The tokens of one step, each with the number of layers that it has passed."""
 
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +12,7 @@ from skipstone.engines.host_transfer import cached_arange, on_device
 from skipstone.engines.kv_cache import KVCache
 from skipstone.engines.model_runner import ModelRunner
 from skipstone.models.passes import Pass, SkipSet, Tree, ancestors
+from skipstone.utils.cached_property import cached_property
 
 COUNTED = 4096  # minimum size of the shared ranges of numbers, so that few steps need larger ones
 

@@ -6,7 +6,6 @@ import mmap
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.quantised_checkpoints import kernel
 from skipstone.models.weight_files import DTYPES, FilePlace
 from skipstone.models.weight_version import AttributeValues
+from skipstone.utils.cached_property import cached_property
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of stored weights and their numbers in the C ABI."""

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from skipstone.engines.native import library
 from skipstone.engines.native.engine import NativeEngine
 from skipstone.engines.partial_forward import PartialForward
 from skipstone.models.quantised_checkpoints import kernels
+from skipstone.utils.cached_property import cached_property
 
 LENGTH = 80  # tokens of the text, fewer if the model has fewer positions
 WIDTHS = (2, 3, 4, 8, 16, 33, 64)  # tokens of a pass

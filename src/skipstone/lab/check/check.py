@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -45,6 +45,7 @@ from skipstone.models.mapped_model import MappedModel
 from skipstone.models.quantised_checkpoints import kernels
 from skipstone.models.recognition import derived_family, recognise
 from skipstone.models.torch_defaults import stable_defaults
+from skipstone.utils.cached_property import cached_property
 
 Options = Mapping[str, Any]  # of `model.generate`
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3}

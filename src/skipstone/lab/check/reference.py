@@ -9,7 +9,7 @@ engine's own inputs, are equal for most tokens up to float32's rounding.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from skipstone.models.gguf.weights import blocks_of
 from skipstone.models.mapped_model import MappedModel
 from skipstone.models.unpacked_gguf import unpacked_model
 from skipstone.models.weight_files import DTYPES
+from skipstone.utils.cached_property import cached_property
 from skipstone.utils.limits import available_memory_bytes
 
 Rounding = Callable[[Tensor], Tensor]

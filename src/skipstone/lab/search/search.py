@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -33,6 +32,7 @@ from skipstone.methods.self_speculative import SelfSpeculative
 from skipstone.methods.swift.layer_set_search import LinearThompson
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
+from skipstone.utils.cached_property import cached_property
 from skipstone.utils.files import LineFile, read_lines
 
 RATIOS = (0.3, 0.4, 0.45, 0.5)  # default skip ratios, which take turns

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -38,6 +38,7 @@ from skipstone.methods.drafting.sublayer_skipping import SkippingDrafter
 from skipstone.methods.layerskip import LayerSkip, LayerSkipDrafter
 from skipstone.methods.swift.swift import Swift
 from skipstone.models.passes import SkipSet
+from skipstone.utils.cached_property import cached_property
 from skipstone.utils.files import cache_place, digest, write_cache
 from skipstone.utils.processor_watch import ProcessorWatch, was_busy
 from skipstone.utils.settings_files import SettingsPart, read_json

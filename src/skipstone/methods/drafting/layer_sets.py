@@ -5,7 +5,6 @@ The first and the last layer always run. All costs are in plain steps (the time 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +17,7 @@ from skipstone.models.fetching import local_or_fetched
 from skipstone.models.fingerprint import fingerprint
 from skipstone.models.passes import SkipSet
 from skipstone.policy.cost_model import StepCosts, expected_tokens
+from skipstone.utils.cached_property import cached_property
 from skipstone.utils.files import write_json
 from skipstone.utils.settings_files import SettingsPart, read_json
 

@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -14,6 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken
 
 from skipstone.models.tokenizer_classes import llama_steps
+from skipstone.utils.cached_property import cached_property
 
 SPACE = "▁"
 """How SentencePiece writes a space."""

@@ -1,7 +1,6 @@
 """The weights of a GGUF file under transformers' names. Matrices in blocks stay in the mapped file until they are read."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from skipstone.models.mapped_config import UnmappableError
 from skipstone.models.mapped_files import read_bytes
 from skipstone.models.packed_weight import PackedWeight
 from skipstone.models.weight_files import DTYPES, FilePlace, read_only_buffers
+from skipstone.utils.cached_property import cached_property
 from skipstone.utils.extras import installed
 
 

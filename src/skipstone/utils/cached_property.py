@@ -1,0 +1,20 @@
+"""`functools.cached_property` as it is from Python 3.12 on, also on Python 3.11.
+
+3.11 has one lock per property for all instances. A process that is forked while another thread holds it waits for it forever.
+"""
+
+import functools
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or sys.version_info >= (3, 12):
+    from functools import cached_property as cached_property
+else:
+
+    class cached_property(functools.cached_property):
+        """Computed at first use. Two threads that use it first at the same time both compute it."""
+
+        def __init__(self, func: Any) -> None:
+            super().__init__(func)
+            self.lock = nullcontext()
