@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from skipstone.serving.errors import RequestError
 from skipstone.serving.grammar import ANY_OBJECT, Grammar, GrammarCompiler, is_too_deep
 from skipstone.serving.pending_request import PendingRequest, TokenLogprobs
 from skipstone.serving.tool_call_parser import argument_schemas
-from skipstone.utils.cached_property import cached_property
 
 OFF = "off"
 """The name of plain decoding in a body."""

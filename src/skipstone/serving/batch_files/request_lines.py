@@ -2,12 +2,12 @@
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from skipstone.utils.cached_property import cached_property
 from skipstone.utils.files import digest
 
 ID_DIGITS = 24
