@@ -1,6 +1,7 @@
 """`functools.cached_property` without the lock that Python 3.12 removed.
 
-Python 3.11 has one lock per property for all instances. A process that is forked while another thread holds it waits for it forever.
+Python 3.11 has one lock per property for all instances. A process that is forked while another thread holds the lock
+waits forever.
 Pydantic's models accept only the property of functools.
 """
 
