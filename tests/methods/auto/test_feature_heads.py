@@ -153,7 +153,9 @@ def test_heads_are_replayed_and_reuse_prefixes(monkeypatch: pytest.MonkeyPatch, 
         assert expected[name].assert_logits(recorder.records)[0] > 3
 
 
-def test_a_layer_that_is_read_while_a_session_runs_is_no_candidate_of_it(tmp_path: Path) -> None:
+def test_a_layer_that_is_read_while_a_session_runs_is_no_candidate_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The session has recorded no states for it."""
     model: Any = tiny_target("glm4_moe")
     model.config.name_or_path = str(add_mtp_layers(tmp_path, model, MtpOptions()))
@@ -168,6 +170,8 @@ def test_a_layer_that_is_read_while_a_session_runs_is_no_candidate_of_it(tmp_pat
     assert "mtp" not in drafter.candidates
     later: Any = Auto(use_profile=False).start(runner, 2, 64).drafter
     assert "mtp" in later.candidates
+    monkeypatch.setattr(type(drafter.learned.policy), "is_timed", True)
+    monkeypatch.setattr(type(drafter.learned.policy), "next_replay", lambda policy, lag: "mtp")
     while loop.busy:
         loop.step()
 

@@ -348,7 +348,8 @@ class AutoDrafter(Drafter):
         row = rows[self.learned.steps % len(rows)]
         width = min(WINDOW, self.texts.uncopied[row] - 1)
         lag = {name: one.tokens_to_replay(row, width) for name, one in self._own_caches.items()}
-        if 2 * width >= WINDOW and (name := self.learned.policy.next_replay(lag)) is not None:
+        name = self.learned.policy.next_replay(lag) if 2 * width >= WINDOW else None
+        if name in self.candidates:  # the model's other sessions may have more candidates
             self._replay(name, row, width, lag.get(name, 0))
 
     def _set_up(self, name: str) -> None:
