@@ -37,7 +37,11 @@ from skipstone.utils.files import digest, read_lines
 ROOT = Path(__file__).parents[1]
 RESULTS = Path("docs", "lab", "results")
 PAGES = ("README.md", "docs/**/*.md")
+HEADS = {"KL": "divergence", "top-1": "agreement", "sure (> .75)": "sure", "right where sure": "right"}
+"""Column of exit heads -> what recipes/measure/heads_results.py stores: of the model's own head, and of the trained one."""
 COLUMNS = {
+    **{column: f"{{before[{name}]:.3f}} -> {{{name}:.3f}}" for column, name in HEADS.items()},
+    "rank": "{settings[lm_head][rank]} of {settings[lm_head][size]}, {settings[lm_head][least]:.3g}",
     **tables.DRAFT_MODELS,
     **tables.EXIT_HEADS,
     **tables.LAYER_SETS,

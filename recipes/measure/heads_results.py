@@ -1,14 +1,20 @@
 """Results of training exit heads, from their cards: divergence from the last layer and agreement with it on held-out answers,
 by the model's own head at the exit (before) and by the exit head (after), and the time of every part of the training.
 
-    python recipes/measure/heads_results.py FOLDER...     # runs of `skipstone train heads`, or folders of heads
+    python recipes/measure/heads_results.py FOLDER... [--out docs/lab/results/NAME.jsonl]
+
+FOLDER is a run of `skipstone train heads` or a folder of heads. --out stores a record for each exit, labelled "FOLDER, LAYER",
+for the pages of docs/lab (recipes/results.py).
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+from skipstone.lab.bench import records
+from skipstone.lab.timing.machine import provenance
 from skipstone.methods.adadecode.heads import CARD, ExitHeads, HeadsCard
 
 
@@ -24,10 +30,30 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
+def stored(cards: dict[Path, HeadsCard]) -> list[records.Record]:
+    """A record for each exit. What only measured decoding has is null."""
+    about = provenance(sys.argv, 0)
+    written = {"time": about["time"], "commits": [about["git"]["sha"][:12]]}
+    return [
+        {
+            **dict.fromkeys(records.KEYS),
+            **{"model": one.name, "weights": one.model, "task": "held-out", "temperature": 0.0},
+            **{"label": f"{folder.name}, {layer}", "method": "adadecode", "settings": one.training, "lossless": True},
+            **{"places": [], "left_out": 0, "figures": figures, **written},
+        }
+        for folder, one in cards.items()
+        for layer, figures in one.metrics.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="+")
-    cards = {folder: card(folder) for folder in parser.parse_args().folders}
+    parser.add_argument("--out", type=Path, help="a file of JSON lines")
+    args = parser.parse_args()
+    cards = {folder: card(folder) for folder in args.folders}
+    if args.out:
+        records.write(args.out, stored(cards))
     quality, times = [], []
     for folder, one in cards.items():
         size = sum(weight.numel() for weight in ExitHeads(one).parameters())

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from recipes.measure.heads_results import stored
 from recipes.results import ROOT, changes
 from skipstone.lab.bench import records
 from skipstone.lab.bench.records import Record, baseline, rounded, speedup
+from skipstone.methods.adadecode.heads import HeadsCard
 
 FILES = sorted((ROOT / "docs" / "lab" / "results").glob("*.jsonl"))
 STORED = [path for path in FILES if not path.stem.startswith("start-")]
@@ -110,6 +112,15 @@ def test_whole_processes_are_shown_by_their_medians(root: Path) -> None:
     (root / "docs" / "lab" / "results" / "start-tiny.jsonl").write_text(json.dumps(row) + "\n")
     shown = rendered(root, "<!-- processes start-tiny -->\n").splitlines()
     assert shown[-1] == "| m | auto | first | 0.20 | 2.00 | 2.00 | 7 |"
+
+
+def test_heads_are_shown_as_they_were_before_and_after_their_training(root: Path) -> None:
+    quality = {"divergence": 0.25, "agreement": 0.5, "sure": 0.75, "right": 1.0}
+    metrics = {"2": {"before": dict.fromkeys(quality, 0.125), **quality}}
+    card = HeadsCard(model="w", name="m", layers=[2], kind="square", hidden_size=8, vocab_size=9, training={}, metrics=metrics)
+    records.write(root / "docs" / "lab" / "results" / "trained.jsonl", stored({Path("runs", "heads-sums"): card}))
+    shown = rendered(root, "<!-- results trained held-out: KL, right where sure; heads-sums, 2 => sums, 2 -->\n").splitlines()
+    assert shown[-1] == "| sums, 2 | 0.125 -> 0.250 | 0.125 -> 1.000 |"
 
 
 def test_exits_have_a_row_for_each_figure(root: Path) -> None:
