@@ -39,7 +39,7 @@ def stored(cards: dict[Path, HeadsCard]) -> list[records.Record]:
             **dict.fromkeys(records.KEYS),
             **{"model": one.name, "weights": one.model, "task": "held-out", "temperature": 0.0},
             **{"label": f"{folder.name}, {layer}", "method": "adadecode", "settings": one.training, "lossless": True},
-            **{"places": [], "left_out": 0, "figures": figures, **written},
+            **{"places": [], "left_out": 0, "figures": {"speedups": {}, **figures}, **written},
         }
         for folder, one in cards.items()
         for layer, figures in one.metrics.items()
