@@ -166,7 +166,7 @@ def cells_of(name: str, settings: Mapping[str, Any], figures: Figures) -> dict[s
         "consistency": None if equal is None else equal / figures["prompts"],
         "same": NONE if equal is None else f"{equal}/{figures['prompts']}",
         "threshold": settings.get("confidence_threshold", AdaDecode.confidence_threshold if early else None),
-        "at_exits": ", ".join(f"{layer}: {_exit_shares(**counts)}" for layer, counts in exits.items()),
+        "at_exits": ", ".join(f"{layer}: {_exit_shares(**counts)}" for layer, counts in exits.items()) or NONE,
         "draft_length": next((settings[name] for name in DRAFT_LENGTHS if name in settings), NONE),
     }
 
