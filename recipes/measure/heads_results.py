@@ -33,13 +33,22 @@ def table(columns: list[str], rows: list[list[Any]]) -> str:
 def stored(cards: dict[Path, HeadsCard]) -> list[records.Record]:
     """A record for each exit. What only measured decoding has is null."""
     about = provenance(sys.argv, 0)
-    written = {"time": about["time"], "commits": [about["git"]["sha"][:12]]}
     return [
         {
             **dict.fromkeys(records.KEYS),
-            **{"model": one.name, "weights": one.model, "task": "held-out", "temperature": 0.0},
-            **{"label": f"{folder.name}, {layer}", "method": "adadecode", "settings": one.training, "lossless": True},
-            **{"places": [], "left_out": 0, "figures": {"speedups": {}, **figures}, **written},
+            "model": one.name,
+            "weights": one.model,
+            "task": "held-out",
+            "temperature": 0.0,
+            "label": f"{folder.name}, {layer}",
+            "method": "adadecode",
+            "settings": one.training,
+            "lossless": True,
+            "places": [],
+            "left_out": 0,
+            "figures": {"speedups": {}, **figures},
+            "time": about["time"],
+            "commits": [about["git"]["sha"][:12]],
         }
         for folder, one in cards.items()
         for layer, figures in one.metrics.items()
@@ -64,7 +73,7 @@ def main() -> None:
         spent = one.training["seconds"]
         about = [one.training[name] for name in ("answers", "held_out_answers", "tokens", "epochs_trained")]
         times.append([folder, one.kind, size, *about, *(f"{spent[part]:.0f}" for part in ("answers", "features", "training"))])
-    print(table(["heads", "exit", "KL", "top-1", "sure (> .75)", "right if sure"], quality))
+    print(table(["heads", "exit", "KL", "top-1", "sure (> .75)", "right where sure"], quality))
     print()
     answers = ["answers", "held out", "tokens", "epochs"]
     print(table(["heads", "kind", "parameters", *answers, "s answers", "s features", "s training"], times))
