@@ -65,6 +65,7 @@ def test_a_record_holds_the_figures_and_every_prompt(tmp_path: Path) -> None:
     }
     assert {key: own["figures"][key] for key in figures} == pytest.approx(figures)
     assert own["figures"]["speedups"]["autoregressive"]["value"] == pytest.approx(2)
+    assert "acceptance_histogram" not in own["figures"]
     assert baseline(own, found) is plain
     records.write(tmp_path / "b.jsonl", found)
     assert records.read(tmp_path / "b.jsonl") == found

@@ -28,9 +28,16 @@ Record = dict[str, Any]
 DIGITS = 4  # significant digits of measured values
 ENGINE = ("dtype", "device", "engine", "instructions", "quantize")  # of a model's line
 PLAN = ("dtype", "device", "device_map", "engine", "quantize", "copies", "stream", "seed", "ignore_eos")  # of the plan
-PACKAGES = ("torch", "transformers")  # whose versions a record has
-DETAILS = ("acceptance_histogram", "untimed_share", "drafts_per_step", "plain_ms_per_token", "tokens_per_step", "probes")
-"""Figures of a run that no table of stored results shows."""
+STORED_PACKAGES = ("torch", "transformers")  # their versions are in a record
+UNSTORED_FIGURES = (
+    "acceptance_histogram",
+    "untimed_share",
+    "drafts_per_step",
+    "plain_ms_per_token",
+    "tokens_per_step",
+    "probes",
+)
+"""Figures of a run that records leave out, because no table of stored results shows them."""
 CHOOSES_PROMPTS = ("num_prompts", "skip_looping", "places")
 ROW = ("model", "weights", *ENGINE, "task", "temperature", "label", "method", "settings", "files", "plan", "cpu", "threads")
 """What all runs of a row share, next to the task's settings."""
@@ -120,7 +127,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: 
         "lossless": group.about["methods"][name]["lossless"],
         "plan": {key: plan[key] for key in PLAN if plan.get(key) is not None},
         **{key: provenance[key] for key in ("cpu", "threads", "time")},
-        "packages": {name: provenance["packages"].get(name) for name in PACKAGES},
+        "packages": {package: provenance["packages"].get(package) for package in STORED_PACKAGES},
         "bandwidth": rounded(group.about["ceiling"]["bandwidth_gb_per_second"]),
         "commits": [*dict.fromkeys(f"{one['sha'][:12]}{' changed' if one['dirty'] else ''}" for one in commits if one)],
         "prompts": digest([line.get("asked", line["digest"]) for line in lines]),
@@ -131,7 +138,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: 
         "busy": sum(was_busy(line.get("waited_share")) for line in lines),
         "tokens": [row["tokens"] for row in rows],
         "seconds": rounded([row["seconds"] for row in rows]),
-        "figures": rounded({key: value for key, value in figures.items() if key not in DETAILS}),
+        "figures": rounded({key: value for key, value in figures.items() if key not in UNSTORED_FIGURES}),
         "exits": _exits(group) if name == group.label_of(BASELINE) else None,
         "runs": [],
     }

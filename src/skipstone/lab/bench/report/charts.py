@@ -39,7 +39,7 @@ def charts(group: MeasurementGroup) -> dict[str, str]:
 
 
 def speedup_chart(figures: Mapping[str, Any], title: str) -> str:
-    """SVG of speed-ups over plain decoding. figures: name -> what `MeasurementGroup.figures` returns, two names at least."""
+    """SVG of speed-ups over plain decoding. figures: name -> figures with `speedups`, two names at least."""
     return _svg(_speedups(figures), title)
 
 
