@@ -134,9 +134,14 @@ def test_a_run_without_a_hash_of_the_weights_gives_no_records(tmp_path: Path) ->
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"label": "x"}\n')
-    with pytest.raises(ValueError, match="line 1 is no record of a result: it has no 'model'"):
-        records.read(tmp_path / "a.jsonl")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"label": "x"}\n{"model": "y"}\n')
+    with pytest.raises(ValueError, match="line 2 is no record of a result: it has no 'weights'"):
+        records.read(path)
+    for text in ("", '{"label": "x"}\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds no record of a result"):
+            records.read(path)
 
 
 def test_a_row_is_named_by_task_label_and_temperature(tmp_path: Path) -> None:

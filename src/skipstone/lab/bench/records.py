@@ -1,7 +1,8 @@
 """Stored results: one record for each row of a run, small enough to be kept with the source.
 
-A row is a method on a task at a temperature on a model. A file has one record on each line. A record says what is needed to
-measure its row again, but for the files that the row reads: of these it has hashes.
+A row is a method on a task at a temperature on a model. A record says what is needed to measure its row again, but for the
+files that the row reads: of these it has hashes. The first line of a file holds what all its records share, every further line
+the rest of a record.
 """
 
 from collections import Counter
@@ -180,14 +181,20 @@ def rounded(value: Any) -> Any:
 
 def write(path: Path, records: Sequence[Record]) -> None:
     """Write a file of records."""
-    write_whole(path, "".join(json_line(one, dense=True) for one in records))
+    first = records[0] if records else {}
+    shared = {key: value for key, value in first.items() if all(one[key] == value for one in records)}
+    lines = [shared, *({key: value for key, value in one.items() if key not in shared} for one in records)]
+    write_whole(path, "".join(json_line(one, dense=True) for one in lines))
 
 
 def read(path: Path) -> list[Record]:
     """The records of a file. ValueError for another file."""
-    records = read_lines(path)
-    for number, record in enumerate(records, 1):
-        if missing := [key for key in KEYS if not isinstance(record, dict) or key not in record]:
+    lines = [line if isinstance(line, dict) else {} for line in read_lines(path)]
+    records = [lines[0] | line for line in lines[1:]]
+    if not records:
+        raise ValueError(f"{path} holds no record of a result")
+    for number, record in enumerate(records, 2):
+        if missing := [key for key in KEYS if key not in record]:
             raise ValueError(f"{path}, line {number} is no record of a result: it has no {missing[0]!r}")
     return records
 
