@@ -24,6 +24,7 @@ from skipstone.lab.tasks.dialogue import AnswerTokens, PromptBuilder, Said, Task
 from skipstone.lab.tasks.protocols import TaskSettings
 from skipstone.lab.timing.measure import GenerationBackend, Measurement, MethodBackend, measure, options_for
 from skipstone.lab.timing.statistics import LOOPING, repeated_share
+from skipstone.methods.early_exit import EarlyExit
 from skipstone.utils.processor_watch import ProcessorWatch
 
 USUAL_PROMPTS = 20  # prompts to report if neither the plan nor a protocol says
@@ -259,9 +260,13 @@ def ask(engines: Mapping[str, GenerationBackend], one: TaskConversation, index: 
     return run.add("prompt", **about, prompt_tokens=lengths, cut=cut, rows=rows)
 
 
-def is_calm(line: Line) -> bool:
-    """Whether no method repeats itself on a prompt. The headline's figures are of such prompts."""
-    return all(row["repeated_share"] < LOOPING for row in line["rows"].values())
+def is_calm(line: Line, methods: Mapping[str, str]) -> bool:
+    """Whether no method repeats itself on a prompt. The headline's figures are of such prompts.
+
+    methods: label -> name of the method. An early exit alone does not count: it is as fast whatever it says.
+    """
+    counted = (row for label, row in line["rows"].items() if methods[label] != EarlyExit.name)
+    return all(row["repeated_share"] < LOOPING for row in counted)
 
 
 def is_looping(plain: GenerationBackend, one: TaskConversation, index: int, run: TaskRun) -> bool:

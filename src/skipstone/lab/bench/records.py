@@ -16,7 +16,6 @@ import numpy as np
 from skipstone.assets import BUNDLED
 from skipstone.lab.bench import run_file
 from skipstone.lab.bench.plan import BASELINE, BenchPlan, PlannedTask, TaskOptions, label
-from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups
 from skipstone.lab.bench.report.tables import COLUMNS, EXIT_FIGURES, NONE, Table, cells_of, fill
 from skipstone.lab.bench.run_file import CELL, Line
@@ -103,7 +102,7 @@ def _record(begun: Sequence[Line], group: MeasurementGroup, name: str, skipped: 
     if "weights" not in group.about:
         raise ValueError(f"{group.model}: this run was made before runs had a hash of the weights; measure it again")
     asked = [line for line in group.lines if name in line["rows"]]
-    lines = asked if every_prompt else [line for line in asked if is_calm(line)] or asked
+    lines = asked if every_prompt else group.calm(asked) or asked
     rows = [line["rows"][name] for line in lines]
     figures = group.figures(name, lines)
     assert figures is not None

@@ -193,7 +193,8 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
     (spare, report), settings, model = prompts, task_run.settings, task_run.model
     lines = task_run.lines("prompt")
     done = {line["index"] for line in [*lines, *task_run.lines("looping")]}
-    counted = sum(is_calm(line) for line in lines) if settings.skip_looping else len(lines)
+    methods = {entry.label: entry.method for entry in entries}
+    counted = sum(is_calm(line, methods) for line in lines) if settings.skip_looping else len(lines)
     wanted = task_run.num_wanted(len(report))
     if counted >= wanted:
         return
@@ -217,7 +218,7 @@ def measure_task(task_run: TaskRun, entries: Sequence[MethodEntry], prompts: Pro
                 if settings.skip_looping and is_looping(plain, one, index, task_run):
                     continue
                 line = ask(engines, one, index, task_run)
-                if not settings.skip_looping or is_calm(line):
+                if not settings.skip_looping or is_calm(line, methods):
                     counted += 1
                     step()
     if counted < wanted:

@@ -5,7 +5,7 @@ repetitive text flatters every method that drafts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
@@ -97,8 +97,13 @@ class MeasurementGroup:
         return [(row[label], row[plain]) for row in rows if {label, plain} <= row.keys()]
 
     def headline(self) -> list[Line]:
-        """The lines on which no method repeats itself."""
-        return [line for line in self.lines if is_calm(line)]
+        """The lines on which no method repeats itself (`is_calm`)."""
+        return self.calm(self.lines)
+
+    def calm(self, lines: Iterable[Line]) -> list[Line]:
+        """Those of some lines on which no method repeats itself."""
+        methods = {label: about["method"] for label, about in self.about["methods"].items()}
+        return [line for line in lines if is_calm(line, methods)]
 
     def shown_lines(self) -> list[Line]:
         """The headline's lines, or all lines if the headline is empty."""

@@ -20,7 +20,6 @@ from rich.table import Table as RichTable
 from skipstone.lab.bench import run_file
 from skipstone.lab.bench.peers import PEERS
 from skipstone.lab.bench.plan import BASELINE, THEIRS
-from skipstone.lab.bench.prompts import is_calm
 from skipstone.lab.bench.report.aggregate import MeasurementGroup, groups, speed
 from skipstone.lab.bench.report.charts import charts
 from skipstone.lab.bench.report.tables import EXIT_FIGURES, LEGEND, NONE, Table, csv_of, tables
@@ -284,7 +283,7 @@ def _changes(first: MeasurementGroup, second: MeasurementGroup) -> list[MethodCh
     for line in first.lines:
         by_digest.setdefault(line["digest"], []).append(line)
     pairs = [(by_digest[line["digest"]].pop(0), line) for line in second.lines if by_digest.get(line["digest"])]
-    calm = [pair for pair in pairs if all(map(is_calm, pair))]
+    calm = [pair for pair in pairs if first.calm(pair[:1]) and second.calm(pair[1:])]
     rows = [(a["rows"], b["rows"]) for a, b in calm or pairs]
     shared = {label: [pair for pair in rows if all(label in row for row in pair)] for label in first.labels}
     return [MethodChange(first, label, of_label) for label, of_label in shared.items() if of_label]

@@ -25,13 +25,13 @@ All figures but "first s" are steady: of requests after a warm-up. first s: seco
 {WARM_UP_TOKENS} tokens, with its set-up work. If methods share work, such as a copy of the weights, the first one does it.
 Copies that the plan names are there before.
 x plain, x HF, x HF exit: speed-up over {BASELINE}, {THEIRS} and {EARLY_EXIT}, total tokens over total time, prefill included,
-with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is
-below {LOOPING} in all rows; the last column takes all prompts. ceiling: share of the speed that the memory's bandwidth allows
-plain decoding. TTFT, TPOT: time to the first token and per further token. ms a step: draft + scoring + other. reads: share of
-the weights that a draft step reads, in bytes. c, v: time of a draft step and of scoring in plain steps. predicted: the
-speed-up without setup and prefill by SWIFT's Eq. 6, M / ((M - 1) c / alpha + v); v = 1: the same as the paper has it; reached:
-the share of "predicted" that was reached. by costs: the speed-up that M and `skipstone costs` predict without this run / the
-measured one, both without setup and prefill.
+with 95 % paired bootstrap intervals over prompts. Prompts count only if the share of repeated {NGRAM}-grams (repeats) is below
+{LOOPING} in all rows but those of an early exit alone; the last column takes all prompts. ceiling: share of the speed that the
+memory's bandwidth allows plain decoding. TTFT, TPOT: time to the first token and per further token. ms a step: draft + scoring
++ other. reads: share of the weights that a draft step reads, in bytes. c, v: time of a draft step and of scoring in plain
+steps. predicted: the speed-up without setup and prefill by SWIFT's Eq. 6, M / ((M - 1) c / alpha + v); v = 1: the same as the
+paper has it; reached: the share of "predicted" that was reached. by costs: the speed-up that M and `skipstone costs` predict
+without this run / the measured one, both without setup and prefill.
 equal: greedy texts identical to {THEIRS}. score: with 95 % intervals, Wilson's for scores of 0 and 1 and bootstraps over
 prompts for others; score - plain: the mean difference to {BASELINE}, prompt by prompt, with a paired bootstrap interval."""
 
