@@ -265,7 +265,7 @@ def is_calm(line: Line, methods: Mapping[str, str]) -> bool:
 
     methods: label -> name of the method. An early exit alone does not count: it is as fast whatever it says.
     """
-    counted = (row for label, row in line["rows"].items() if methods[label] != EarlyExit.name)
+    counted = (row for label, row in line["rows"].items() if methods.get(label) != EarlyExit.name)
     return all(row["repeated_share"] < LOOPING for row in counted)
 
 

@@ -7,6 +7,7 @@ the rest of a record.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -179,9 +180,8 @@ def rounded(value: Any) -> Any:
 
 
 def write(path: Path, records: Sequence[Record]) -> None:
-    """Write a file of records."""
-    first = records[0] if records else {}
-    shared = {key: value for key, value in first.items() if all(one[key] == value for one in records)}
+    """Write a file of records, at least one."""
+    shared = {key: value for key, value in records[0].items() if all(one[key] == value for one in records)}
     lines = [shared, *({key: value for key, value in one.items() if key not in shared} for one in records)]
     write_whole(path, "".join(json_line(one, dense=True) for one in lines))
 
@@ -189,7 +189,7 @@ def write(path: Path, records: Sequence[Record]) -> None:
 def read(path: Path) -> list[Record]:
     """The records of a file. ValueError for another file."""
     lines = [line if isinstance(line, dict) else {} for line in read_lines(path)]
-    records = [lines[0] | line for line in lines[1:]]
+    records = [deepcopy(lines[0]) | line for line in lines[1:]]
     if not records:
         raise ValueError(f"{path} holds no record of a result")
     for number, record in enumerate(records, 2):

@@ -21,6 +21,17 @@ def results(tmp_path: Path) -> Path:
     return written(tmp_path / "a.jsonl", lines())
 
 
+def test_an_exit_alone_that_loops_takes_no_prompt_from_the_headline(tmp_path: Path) -> None:
+    found = lines()
+    found[0]["methods"]["exit"] = found[0]["methods"]["layerskip"] | {"method": "early_exit", "lossless": False}
+    for line in found:
+        if line["kind"] == "prompt":
+            line["rows"]["exit"] = line["rows"]["layerskip"] | {"repeated_share": 0.9}
+    (group,) = groups(report.load([written(tmp_path / "a.jsonl", found)])[0])
+    assert [line["index"] for line in group.headline()] == [0, 1]
+    assert "exit" in group.labels
+
+
 def test_figures_by_hand(results: Path) -> None:
     (group,) = groups(report.load([results])[0])
     assert group.labels == ["hf-generate", "autoregressive", "layerskip"]
